@@ -257,7 +257,7 @@ def serve(
             f"allow it"
         )
     if replicas.replicas is not None:
-        _serve_replicas(terminal, replicas.replicas, replicas, model, method, listening, limits)
+        _serve_replicas(terminal, replicas, model, method, listening, limits, keys)
         return
     if limits.contexts is None and process.number() is not None:
         raise InputError(
@@ -383,19 +383,20 @@ def _lead(
 
 def _serve_replicas(
     terminal: Terminal,
-    least: int,
     replicas: Replicas,
     model: options.ModelChoice,
     method: options.MethodChoice,
     listening: Listening,
     limits: Limits,
+    keys: list[bytes],
 ) -> None:
     """Serves by replicas until SIGTERM or Ctrl-C; answers that have begun finish."""
     if process.number() is not None or limits.contexts is None:
         raise InputError("--replicas needs --contexts DIR, a folder that all see, and one process")
     limits = dataclasses.replace(limits, contexts=limits.contexts.absolute())
     model = dataclasses.replace(model, checkpoint=model.checkpoint.absolute())
-    most, everywhere = replicas.max_replicas or least, replicas.address is not None
+    least, everywhere = replicas.replicas or 0, replicas.address is not None
+    most = replicas.max_replicas or least
     with contextlib.ExitStack() as held:
         ray = held.enter_context(cluster(replicas.address, most))
         from jax_longctx.serving.replicas import running
@@ -416,7 +417,6 @@ def _serve_replicas(
         }
         where: dict[str, Any] = {"proxy_location": "EveryNode" if everywhere else "HeadOnly"}
         where["http_options"] = {"host": host, "port": port}
-        keys = listening.digests()
         opened = functools.partial(_replica, model, method, listening, limits, keys)
         with terminal.waiting(f"starting {least} replicas"):
             access = _access(listening, keys)
@@ -427,8 +427,12 @@ def _serve_replicas(
         )
         heard = list[int]()
         signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-        while not heard:
-            time.sleep(0.1)
+        # Ctrl-C too lets answers finish.
+        with process.catching() as caught, held.pop_all():
+            while not heard and caught.pressed is None:
+                time.sleep(0.1)
+    if caught.pressed is not None:
+        raise KeyboardInterrupt
 
 
 def _replica(

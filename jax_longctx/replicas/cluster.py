@@ -9,16 +9,24 @@ import importlib.util
 import logging
 import math
 import os
+import shutil
+import signal
 import socket
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError
+from jax_longctx.locks import lock
 from jax_longctx.settings import parse_mesh
 
 # Seconds in which a cluster must accept a connection.
 REACHED = 5.0
+# Of Ray's folders in /tmp: paths of sockets are short, and TMPDIR may be long.
+FOLDERS = "longctx-ray-"
 # Read by Ray: it reports no use, and only this project's lines are printed.
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -32,7 +40,7 @@ def cluster(address: str | None, replicas: int) -> Iterator[Any]:
     """Ray, connected to the cluster at `address`; without one, to this machine for the block.
 
     This machine's Ray has room for `replicas`, keeps its files in a temporary folder, and ends with
-    the block or with this process.
+    the block or with this process. The folder of a process that was killed goes at the next start.
 
     Args:
       address: HOST:PORT of a cluster that this machine is a node of, or "auto" for the one here.
@@ -51,10 +59,7 @@ def cluster(address: str | None, replicas: int) -> Iterator[Any]:
     with contextlib.ExitStack() as held:
         if address is None:
             room = max(replicas, os.cpu_count() or 1)
-            # Paths of sockets are short, and TMPDIR may be long.
-            prefix = f"longctx-{os.getpid()}-"
-            folder = tempfile.TemporaryDirectory(None, prefix, "/tmp", ignore_cleanup_errors=True)
-            how["_temp_dir"] = held.enter_context(folder)
+            how["_temp_dir"] = held.enter_context(_folder())
             how |= {"address": "local", "num_cpus": room, "include_dashboard": False}
         else:
             _check_reached(address)
@@ -69,6 +74,9 @@ def cluster(address: str | None, replicas: int) -> Iterator[Any]:
                 f"start one with `ray start` and give its --address"
             ) from error
         held.callback(ray.shutdown)
+        if threading.current_thread() is threading.main_thread():
+            # Ray's own handler unwinds too, with another code.
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         yield ray
 
 
@@ -81,6 +89,26 @@ def devices_of(ray: Any, mesh: str | None) -> dict[str, Any]:
     if "TPU" in has:
         return {"num_cpus": 1, "resources": {"TPU": count}}
     return {"num_cpus": 1, "num_gpus": count} if "GPU" in has else {"num_cpus": 1}
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A folder for the block, locked; those of processes that were killed are removed."""
+    for old in Path("/tmp").glob(f"{FOLDERS}*"):
+        # Another user's is left.
+        with contextlib.suppress(OSError):
+            held = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            if lock(held):
+                shutil.rmtree(old, ignore_errors=True)
+            os.close(held)
+    prefix = f"{FOLDERS}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(None, prefix, "/tmp", ignore_cleanup_errors=True) as folder:
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            lock(held)
+            yield folder
+        finally:
+            os.close(held)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from jax_longctx.methods import settings_of
 from jax_longctx.serving import schema
 from jax_longctx.serving.bodies import Bodies
 from jax_longctx.serving.contexts import Contexts
-from jax_longctx.serving.doors import Doors
+from jax_longctx.serving.doors import Access, Doors
 from jax_longctx.serving.metrics import Metrics, Requests
 from jax_longctx.serving.openapi import Handler, Way
 from jax_longctx.serving.prompts import Prompt, Prompts
@@ -304,6 +304,14 @@ def _guarded(service: Service, route: str, handler: Handler) -> Handler:
     return handle
 
 
+def guards(access: Access) -> list[Middleware]:
+    """What says to browsers which pages may ask, and refuses the others."""
+    allowed: dict[str, Any] = {"allow_origins": access.origins, "allow_private_network": True}
+    allowed |= {"allow_methods": ["*"], "allow_headers": ["*"]}
+    cors = [Middleware(CORSMiddleware, **allowed)] if access.origins else []
+    return [*cors, Middleware(Doors, access=access)]
+
+
 def make_app(service: Service) -> Starlette:
     """The ASGI application."""
     routes: list[Way] = [
@@ -342,14 +350,9 @@ def make_app(service: Service) -> Starlette:
 
     access = service.access
     inside = [Middleware(Requests, metrics=service.metrics, model=service.name)]
-    if access.origins:
-        allowed: dict[str, Any] = {"allow_origins": access.origins, "allow_private_network": True}
-        allowed |= {"allow_methods": ["*"], "allow_headers": ["*"]}
-        inside.append(Middleware(CORSMiddleware, **allowed))
-    inside.append(Middleware(Doors, access=access))
     known = (ClientDisconnect, HTTPException, LongctxError, RequestError)
     return Starlette(
-        middleware=inside,
+        middleware=inside + guards(access),
         routes=[
             Route(path, _guarded(service, path, handler), methods=[method])
             for method, path, handler in Web(access.beside, routes).ways

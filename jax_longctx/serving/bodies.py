@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import anyio.to_thread
 import pydantic
@@ -26,59 +26,24 @@ DROPPED_SECONDS, DROPPED_BODIES = 5.0, 4
 MOST_UPLOADS, SHOWN_NAME = 100, 200
 
 
-class Bodies:
-    """Takes requests' bodies; `Access` has the limits."""
+class _Holds(Protocol):
+    body: int
 
-    def __init__(self, access: Access, scheduler: Scheduler):
-        self._access, self._scheduler = access, scheduler
+
+class Arrivals:
+    """Takes requests' bodies into memory; `Access` has the limits of each and of all."""
+
+    def __init__(self, access: Access):
+        self._access = access
         # Bytes of all bodies in memory.
         self._held = 0
 
-    @contextlib.contextmanager
-    def admitted(self) -> Iterator[Call]:
-        """A call for the request, which takes a place when its body has come.
-
-        Raises:
-          RequestError: as `Scheduler.check_room`, before anything of the request is read.
-        """
-        self._scheduler.check_room()
-        call = Call(self._scheduler, self._access.seconds)
-        try:
-            yield call
-        finally:
-            self.drop(call)
-            if call.counts:
-                self._scheduler.give_back()
-
-    def drop(self, call: Call) -> None:
+    def drop(self, call: _Holds) -> None:
         """Counts that the request's body has left the memory."""
         self._held, call.body = self._held - call.body, 0
 
-    async def json[Model: pydantic.BaseModel](
-        self, kind: type[Model], request: Request, call: Call
-    ) -> Model:
-        """The request's JSON, checked in a worker thread."""
-        given = _content_type(request)
-        if given != "application/json":
-            # Browsers send other types to any server, without asking it first.
-            raise RequestError(
-                f"the content type is {given!r:.80}; send JSON as application/json", status=415
-            )
-        body = await self._received(request, call)
-        return await anyio.to_thread.run_sync(schema.parsed, kind, body)
-
-    async def context(self, request: Request, call: Call) -> tuple[schema.ContextRequest, Joined]:
-        """The request for a context, from JSON or from a form with files, and its text."""
-        if _content_type(request) != "multipart/form-data":
-            asked = await self.json(schema.ContextRequest, request, call)
-            return asked, await anyio.to_thread.run_sync(self._text, asked)
-        form = _form(request, await self._received(request, call), self._access.body)
-        values, joined = await anyio.to_thread.run_sync(asyncio.run, form)
-        asked = await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
-        return asked, joined or Joined(asked.text or "")
-
-    async def _received(self, request: Request, call: Call) -> bytes:
-        """The request's body; a place is taken then."""
+    async def received(self, request: Request, call: _Holds) -> bytes:
+        """The body. Raises RequestError where it is too large or late, or room is short."""
         access, limit = self._access, self._access.body
         too_large = RequestError(
             f"the body is larger than {limit:,} bytes", status=413, code="body_too_large"
@@ -108,8 +73,6 @@ class Bodies:
             raise RequestError(
                 f"the body did not arrive within {seconds:g} s", status=408
             ) from None
-        self._scheduler.take()
-        call.counts = True
         return b"".join(pieces)
 
     async def refuse(self, request: Request) -> None:
@@ -128,6 +91,59 @@ class Bodies:
                     # Not `stream`: that has begun already.
                     message = await request.receive()
                     left = 0 if message["type"] != "http.request" else left - len(message["body"])
+
+
+class Bodies(Arrivals):
+    """What requests say; a request takes a place when its body has come."""
+
+    def __init__(self, access: Access, scheduler: Scheduler):
+        super().__init__(access)
+        self._scheduler = scheduler
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[Call]:
+        """A call for the request, which takes a place when its body has come.
+
+        Raises:
+          RequestError: as `Scheduler.check_room`, before anything of the request is read.
+        """
+        self._scheduler.check_room()
+        call = Call(self._scheduler, self._access.seconds)
+        try:
+            yield call
+        finally:
+            self.drop(call)
+            if call.counts:
+                self._scheduler.give_back()
+
+    async def json[Model: pydantic.BaseModel](
+        self, kind: type[Model], request: Request, call: Call
+    ) -> Model:
+        """The request's JSON, checked in a worker thread."""
+        given = _content_type(request)
+        if given != "application/json":
+            # Browsers send other types to any server, without asking it first.
+            raise RequestError(
+                f"the content type is {given!r:.80}; send JSON as application/json", status=415
+            )
+        body = await self._placed(request, call)
+        return await anyio.to_thread.run_sync(schema.parsed, kind, body)
+
+    async def context(self, request: Request, call: Call) -> tuple[schema.ContextRequest, Joined]:
+        """The request for a context, from JSON or from a form with files, and its text."""
+        if _content_type(request) != "multipart/form-data":
+            asked = await self.json(schema.ContextRequest, request, call)
+            return asked, await anyio.to_thread.run_sync(self._text, asked)
+        form = _form(request, await self._placed(request, call), self._access.body)
+        values, joined = await anyio.to_thread.run_sync(asyncio.run, form)
+        asked = await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
+        return asked, joined or Joined(asked.text or "")
+
+    async def _placed(self, request: Request, call: Call) -> bytes:
+        body = await self.received(request, call)
+        self._scheduler.take()
+        call.counts = True
+        return body
 
     def _text(self, asked: schema.ContextRequest) -> Joined:
         """The text of a request for a context; one that it names is read from the disk."""

@@ -20,19 +20,19 @@ from typing import Any
 import anyio.to_thread
 import prometheus_client
 from ray import serve
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jax_longctx.errors import InputError
-from jax_longctx.serving.app import error_response
-from jax_longctx.serving.doors import Access, Doors
+from jax_longctx.serving.app import error_response, guards
+from jax_longctx.serving.bodies import Arrivals
+from jax_longctx.serving.doors import Access
 from jax_longctx.serving.routes import ROUTE, route_of
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.server import LongServer
@@ -51,7 +51,7 @@ class Engine:
     """A replica. `opened` makes its server; it is called in the replica's process."""
 
     def __init__(self, opened: Callable[[], LongServer]):
-        self._server = opened()
+        self._server, self._answering = opened(), set[asyncio.Future[None]]()
         self._server.scheduler.start()
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
@@ -64,11 +64,21 @@ class Engine:
 
         answering = asyncio.ensure_future(self._server.app(scope, receive, sent.put))
         answering.add_done_callback(lambda _: sent.put_nowait(None))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
         try:
             while (message := await sent.get()) is not None:
                 yield message
         finally:
             answering.cancel()
+
+    async def end(self, seconds: float) -> None:
+        """Refuses requests from now on, with 503; answers that have begun have so many seconds."""
+        self._server.scheduler.refuse()
+        if self._answering:
+            _, late = await asyncio.wait(self._answering, timeout=seconds)
+            for each in late:
+                each.cancel()
 
     async def told(self) -> tuple[str, list[Any], list[dict[str, Any]]]:
         """The replica's name, its metrics, and its contexts."""
@@ -87,7 +97,7 @@ class Door:
     """Passes requests to the engines."""
 
     def __init__(self, engines: DeploymentHandle, access: Access):
-        self._engines, self._access = engines, access
+        self._engines, self._access, self._arrivals = engines, access, Arrivals(access)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         ways = [Route("/metrics", self._figures), Route("/v1/contexts", self._contexts)]
@@ -95,25 +105,27 @@ class Door:
         # The engines say which methods there are.
         ways[-1].methods = None
         handlers: Any = {RequestError: lambda _, error: error_response(error)}
-        inside = [Middleware(Doors, access=self._access)]
-        return Starlette(routes=ways, middleware=inside, exception_handlers=handlers)
+        # Nobody reads it.
+        handlers[ClientDisconnect] = lambda *_: Response(status_code=499)
+        return Starlette(routes=ways, middleware=guards(self._access), exception_handlers=handlers)
+
+    async def end(self, seconds: float) -> None:
+        """Ends the engines' answers as `Engine.end`."""
+        await self._engines.broadcast("end", seconds).results_async()
 
     async def _pass(self, request: Request) -> ASGIApp:
         """The answer of the engine that the request's text belongs to."""
-        body, most = bytearray(), self._access.body
-        if request.method == "POST":
-            self._access.check_key(request.headers)
-            async for piece in request.stream():
-                body += piece
-                if len(body) > most:
-                    told = f"the body is larger than {most:,} bytes"
-                    raise RequestError(told, status=413, code="body_too_large")
+        body = b""
+        held: Any = SimpleNamespace(body=0)
         kind, path = request.headers.get("content-type", ""), request.url.path
-        route = await anyio.to_thread.run_sync(route_of, path, kind, bytes(body))
         scope = {name: request.scope[name] for name in SCOPE if name in request.scope}
-        engine = self._engines.options(stream=True, session_id=route or "")
         try:
-            messages = aiter(engine.answer.remote({**scope, ROUTE: route}, bytes(body)))
+            if request.method == "POST":
+                self._access.check_key(request.headers)
+                body = await self._arrivals.received(request, held)
+            route = await anyio.to_thread.run_sync(route_of, path, kind, body)
+            engine = self._engines.options(stream=True, session_id=route or "")
+            messages = aiter(engine.answer.remote({**scope, ROUTE: route}, body))
             begun = await anext(messages)
         except RayActorError as error:
             told = "the replica that was to answer has ended; ask again"
@@ -121,6 +133,8 @@ class Door:
         except BackPressureError as error:
             told = "all replicas that may answer are busy; try again later"
             raise RequestError(told, status=429, retry_after=1) from error
+        finally:
+            self._arrivals.drop(held)
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             await send(begun)
@@ -166,7 +180,7 @@ def running(
       listening: of `serve.start`.
 
     Raises:
-      InputError: the replicas do not start.
+      InputError: the replicas do not start, or the cluster serves already.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     made = serve.deployment(Engine, request_router_config={"request_router_class": ROUTER})
@@ -177,12 +191,18 @@ def running(
         graceful_shutdown_timeout_s=engines["graceful_shutdown_timeout_s"],
         ray_actor_options={"num_cpus": 0},
     )
+    if NAME in serve.status().applications:
+        told = "end that command, or what it left behind after a kill: `serve shutdown`"
+        raise InputError(f"the cluster has an application {NAME} already; {told}")
     serve.start(**listening)
     try:
-        serve.run(doors.bind(made.options(**engines).bind(opened), access), name=NAME)
-    except RuntimeError as error:
-        raise InputError(f"the replicas do not start: {error}") from error
-    try:
+        try:
+            door = serve.run(doors.bind(made.options(**engines).bind(opened), access), name=NAME)
+        except (RuntimeError, RayServeException) as error:
+            raise InputError(f"the replicas do not start: {error}") from error
         yield
+        # A replica may have died.
+        with contextlib.suppress(RayError, RayServeException):
+            door.end.remote(engines["graceful_shutdown_timeout_s"]).result()
     finally:
         serve.delete(NAME)

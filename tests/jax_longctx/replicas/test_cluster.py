@@ -1,11 +1,16 @@
 import importlib.util
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from jax_longctx.errors import InputError
+from jax_longctx.locks import lock
 from jax_longctx.replicas import cluster
+from jax_longctx.replicas.cluster import FOLDERS
 from tests.jax_longctx.replicas.ray import environment, needs_ray
 from tests.patience import patience
 
@@ -15,12 +20,15 @@ from jax_longctx.errors import InputError
 from jax_longctx.replicas import cluster, devices_of
 
 def kept():
-    return [name for name in os.listdir("/tmp") if name.startswith(f"longctx-{os.getpid()}-")]
+    return [name for name in os.listdir("/tmp") if name.startswith(f"longctx-ray-{os.getpid()}-")]
 
 try:
-    with cluster(sys.argv[1] if sys.argv[1:] else None, 3) as ray:
+    with cluster(sys.argv[1] or None, 3) as ray:
         for mesh in (None, "data=2,tensor=2"):
             print(devices_of(ray, mesh))
+        if sys.argv[2:]:
+            print(*kept(), flush=True)
+            os.kill(os.getpid(), int(sys.argv[2]))
         print(ray.cluster_resources()["CPU"] >= 3, kept() != [])
 except InputError as error:
     print(error)
@@ -28,16 +36,16 @@ print(kept())
 """
 
 
-def used(*address):
+def used(address="", *kill, code=0):
     """What a process that uses a cluster prints; stderr stays empty."""
     done = subprocess.run(
-        [sys.executable, "-c", USE, *address],
+        [sys.executable, "-c", USE, address, *kill],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=patience(120),
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (code, ""), done.stdout
     return done.stdout
 
 
@@ -57,6 +65,19 @@ def test_there_is_a_replica_at_least():
 def test_this_machine_has_room_for_replicas_and_keeps_nothing():
     own = "{'num_cpus': 1}\n"
     assert used() == f"{own}{own}True True\n[]\n"
+
+
+@needs_ray
+@pytest.mark.slow
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_one_in_use_is_not():
+    assert not (Path("/tmp") / used("", "15", code=143).split()[-1]).exists()
+    folder = Path("/tmp") / used("", "9", code=-9).split()[-1]
+    with tempfile.TemporaryDirectory(None, FOLDERS, "/tmp") as other:
+        held = os.open(other, os.O_RDONLY)
+        assert lock(held) and folder.is_dir()
+        used()
+        os.close(held)
+        assert Path(other).is_dir() and not folder.exists()
 
 
 @needs_ray

@@ -2,6 +2,7 @@ import collections
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,7 @@ from tests.jax_longctx.serving.test_process import SMALL, Process, answer
 from tests.jax_longctx.serving.tiny import asked_plainly
 from tests.patience import patience
 
-BOOKS = [f"Book {number}. " + "The pass key is 12345. Remember it. " * 5 for number in range(8)]
-CLIENTS = 16
+BOOKS, CLIENTS = 8, 16
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,10 @@ def insisting(call, refused):
     raise AssertionError(refused)
 
 
+def book(number):
+    return f"Book {number}. " + "The pass key is 12345. Remember it. " * 5
+
+
 def whole(model, book):
     """What `ask` answers."""
     return asked_plainly(model, model.layout().context(book), "The pass key is", seed=5)
@@ -91,22 +95,26 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
     begin, checkpoint, tmp_path
 ):
     alone = jax_longctx.load(checkpoint, chunk=64)
-    expected = [whole(alone, book) for book in BOOKS]
+    expected = [whole(alone, book(number)) for number in range(BOOKS)]
     server = begin("--replicas", 2)
     refused = collections.Counter()
     with server.http() as http, server.client() as client, ThreadPoolExecutor(CLIENTS) as pool:
 
         def read(number):
-            made = http.post("/v1/contexts", json={"text": BOOKS[number % len(BOOKS)]})
+            made = http.post("/v1/contexts", json={"text": book(number)})
             return made.raise_for_status().json()
 
         # Each text is posted twice at the same time, and read once.
-        made = list(pool.map(read, range(CLIENTS)))
-        assert len({each["id"] for each in made}) == CLIENTS
+        made = list(pool.map(read, [*range(BOOKS)] * 2))
+        while not min(counted(http, "read_tokens").values()):
+            # The hash ring gave one replica all of them.
+            expected.append(whole(alone, book(len(expected))))
+            made.insert(len(expected) - 1, read(len(expected) - 1))
+        books = len(expected)
+        assert len({each["id"] for each in made}) == len(made) == books + BOOKS
         assert all(each["saved"] for each in made)
         before = counted(http, "read_tokens")
-        assert sum(before.values()) == sum(each["tokens"] for each in made[: len(BOOKS)])
-        assert min(before.values()) > 0, "one replica has all contexts"
+        assert sum(before.values()) == sum(each["tokens"] for each in made[:books])
         listed = http.get("/v1/contexts").json()["data"]
         assert {each["id"] for each in listed} == {each["id"] for each in made}
 
@@ -115,16 +123,16 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
             found, left, turn = [], count, 0
             while left:
                 left, turn = left - (after is None or after.is_set()), turn + 1
-                book = (number + turn) % CLIENTS
-                call = lambda: answer(client, made[book]["id"])  # noqa: E731, B023
-                found.append((book % len(BOOKS), insisting(call, refused)))
+                which = (number + turn) % len(made)
+                call = lambda: answer(client, made[which]["id"])  # noqa: E731, B023
+                found.append((which % books, insisting(call, refused)))
             return found
 
         def right(found):
-            for book, each in (one for of_client in found for one in of_client):
-                assert each.choices[0].text == expected[book]
+            for which, each in (one for of_client in found for one in of_client):
+                assert each.choices[0].text == expected[which]
                 read_before = each.usage.prompt_tokens_details.cached_tokens
-                assert read_before == made[book]["tokens"]
+                assert read_before == made[which]["tokens"]
 
         right(pool.map(ask, range(CLIENTS), [1] * CLIENTS))
         stream = answer(client, made[0]["id"], stream=True)
@@ -132,22 +140,22 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
         assert not refused and not sum(counted(http, "contexts_loaded").values())
         one, _ = marked(tmp_path, r"ray::.*\bEngine\b")
         gone = threading.Event()
-        asking = [pool.submit(ask, number, len(BOOKS), gone) for number in range(CLIENTS)]
+        asking = [pool.submit(ask, number, books, gone) for number in range(CLIENTS)]
         time.sleep(1)
         os.kill(one, signal.SIGKILL)
         killing = time.monotonic()
         gone.set()
         right(each.result() for each in asking)
-        assert set(refused) <= {503, "broken"} and refused, refused
+        assert set(refused) <= {503, "broken"}, refused
         # Those of the killed one were found on the disk, and nothing was read again.
         (left,) = counted(http, "read_tokens").items() & before.items()
         loaded = counted(http, "contexts_loaded")
-        assert 0 < loaded[left[0]] <= len(BOOKS)
+        assert 0 < loaded[left[0]] <= books
         while len(counted(http, "read_tokens")) < 2:
             assert time.monotonic() < killing + patience(240)
             time.sleep(0.5)
         # Also where the hash ring has changed again.
-        right(pool.map(ask, range(CLIENTS), [len(BOOKS)] * CLIENTS))
+        right(pool.map(ask, range(CLIENTS), [books] * CLIENTS))
         assert sum(counted(http, "read_tokens").values()) == left[1]
         # What was deleted is not found in another replica's folder.
         for each in made:
@@ -157,7 +165,12 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
         # What begun finishes.
         stream = answer(client, max_tokens=64, temperature=0, stream=True)
         next(iter(stream))
+        # In the meantime others are told to come again.
         server.child.send_signal(signal.SIGTERM)
+        while http.get("/ready").status_code == 200:
+            time.sleep(0.01)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            answer(client)
         assert list(stream)[-1].choices[0].finish_reason == "length"
     code, lines = server.ended(120)
     assert code == 0, lines
@@ -171,14 +184,42 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
 def test_who_may_not_ask_and_too_large_bodies_are_refused_at_the_door(begin, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    server = begin("--replicas", 1, "--api-key-file", keys, "--max-body", 1)
+    page = "https://example.org"
+    server = begin(
+        *("--replicas", 1, "--api-key-file", keys, "--max-body", 1, "--allow-origin", page)
+    )
     with httpx.Client(base_url=server.url, timeout=patience(60)) as http:
         for path in ("/metrics", "/v1/contexts", "/v1/models"):
-            assert http.get(path).status_code == 401
-            given = {"authorization": "Bearer secret"}
-            assert http.get(path, headers=given).status_code == 200
+            given = {"authorization": "Bearer secret", "origin": page}
+            for headers, code in ((given, 200), ({"origin": page}, 401)):
+                found = http.get(path, headers=headers)
+                assert found.status_code == code
+                assert found.headers.get_list("access-control-allow-origin") == [page]
         assert http.post("/v1/contexts", json={"text": "x"}).status_code == 401
-        large = http.post("/v1/contexts", json={"text": "x" * (1 << 20)}, headers=given)
+        post = lambda text: http.post("/v1/contexts", json={"text": text}, headers=given)  # noqa: E731
+        large = post("x" * (1 << 20))
         assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
         assert http.get("/metrics", headers={"host": "evil", **given}).status_code == 200
-    server.kill()
+        # Four bodies of 1 MiB are received at a time.
+        slow = [socket.create_connection((http.base_url.host, http.base_url.port)) for _ in "1234"]
+        for one in slow:
+            head = f"POST /v1/contexts HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 20}\r\n"
+            one.sendall(f"{head}authorization: Bearer secret\r\n\r\n".encode() + b"x" * 1048000)
+        end = time.monotonic() + patience(30)
+        while (found := post("x" * 100_000)).status_code != 429:
+            assert time.monotonic() < end
+        assert "bodies of all requests" in found.text
+        for one in slow:
+            one.close()
+        while post("x" * 100_000).status_code == 429:
+            assert time.monotonic() < end
+        # Ctrl-C lets an answer finish too.
+        with server.client("secret") as client:
+            stream = answer(client, max_tokens=64, temperature=0, stream=True)
+            next(iter(stream))
+            server.child.send_signal(signal.SIGINT)
+            time.sleep(2)
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+    code, lines = server.ended(120)
+    assert (code, lines[-1]) == (130, "interrupted")
+    assert not marked(tmp_path, "ray")
