@@ -3,6 +3,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -223,3 +225,34 @@ def test_who_may_not_ask_and_too_large_bodies_are_refused_at_the_door(begin, tmp
     code, lines = server.ended(120)
     assert (code, lines[-1]) == (130, "interrupted")
     assert not marked(tmp_path, "ray")
+
+
+TAKEN = """
+from ray import serve
+from jax_longctx.errors import InputError
+from jax_longctx.replicas import cluster
+
+@serve.deployment
+class Other:
+    pass
+
+with cluster(None, 2):
+    from jax_longctx.serving.replicas import NAME, running
+
+    serve.run(Other.bind(), name=NAME, route_prefix=None)
+    engines = {"autoscaling_config": {"max_replicas": 1}, "graceful_shutdown_timeout_s": 1}
+    try:
+        with running(None, None, engines):
+            raise AssertionError
+    except InputError as error:
+        print(error, NAME in serve.status().applications)
+"""
+
+
+@needs_ray
+@pytest.mark.long
+@pytest.mark.thorough
+def test_an_application_on_the_cluster_is_not_replaced():
+    how = {"env": environment(), "text": True, "timeout": patience(120)}
+    said = subprocess.check_output([sys.executable, "-c", TAKEN], **how)
+    assert said.endswith("a kill: `serve shutdown` True\n"), said
