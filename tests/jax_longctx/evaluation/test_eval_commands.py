@@ -6,6 +6,7 @@ import pytest
 
 from jax_longctx.cli import demo, process
 from jax_longctx.cli import eval as eval_module
+from jax_longctx.cli.options import ReplicaChoice
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation import config, runner
@@ -80,10 +81,10 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
     config = parse_config({"run": {"checkpoint": "demo"}, "part": [PART]})
     monkeypatch.setattr(process, "number", lambda: 1)
     with pytest.raises(InputError, match=r"demo-model is not there; run jax-longctx demo once"):
-        eval_module._open(config, Terminal())
+        eval_module._open(config, Terminal(), ReplicaChoice())
     assert not prepared.called and loads == []
     monkeypatch.setattr(process, "number", lambda: None)
-    eval_module._open(config, Terminal())
+    eval_module._open(config, Terminal(), ReplicaChoice())
     assert prepared.call_args.args[1] == folder and len(loads) == 1
 
 
