@@ -146,6 +146,7 @@ class Case:
     Attributes:
       tokens: of the text, the longest question and its answer.
       parameters: how many the model has.
+      full: full attention.
       free: bytes of each device for caches; None where unknown.
       cache: bytes on each device of the text's caches under a method; ConfigError where the
         method refuses the model.
@@ -154,12 +155,13 @@ class Case:
     config: ModelConfig
     tokens: int
     parameters: int
+    full: Any
     free: int | None
     cache: Callable[[Any], int]
 
     @classmethod
     def of(cls, model: "LongContext", tokens: int, *, reserve: int) -> "Case":
-        """The case of a model: weights or their shapes. `reserve` is of question and answer."""
+        """The case of a model under full attention. `reserve` is of question and answer."""
 
         def cache(method: Any) -> int:
             return model.with_method(method).engine.new_cache_bytes(tokens, reserve)
@@ -168,6 +170,7 @@ class Case:
             config=model.config,
             tokens=tokens,
             parameters=sum(leaf.size for leaf in jax.tree.leaves(model.engine.params)),
+            full=model.engine.method,
             free=model.engine.memory_expected(),
             cache=cache,
         )
@@ -188,8 +191,7 @@ def choose(
       measured: the package's table by default.
     """
     tokens, trained, free = case.tokens, case.config.trained_length, case.free
-    full = make_method("full")
-    need = case.cache(full)
+    full, need = case.full, case.cache(case.full)
     within = tokens <= trained
     if within and fits(need, free):
         short = f"{tokens:,} tokens fit the trained length of {trained:,} and the memory"

@@ -221,12 +221,14 @@ def choose_method(request: PlanRequest, mesh: dict[str, int], questions: int = 1
         spec = dataclasses.replace(request.spec, method=method)
         return make_plan(dataclasses.replace(request, spec=spec), mesh, largest=False)
 
-    exact = planned(make_method("full"))
+    full = make_method("full")
+    exact = planned(full)
     infos = param_infos(request.config).values()
     case = Case(
         config=request.config,
         tokens=request.context + request.reserve,
         parameters=sum(math.prod(info.shape) for info in infos),
+        full=full,
         free=max(exact.memory - exact.weights - exact.temporaries, 0),
         cache=lambda method: planned(method).cache,
     )
