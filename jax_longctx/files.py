@@ -16,9 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError, LongctxError
+from jax_longctx.errors import CheckpointError, DamagedError, InputError, LongctxError
 
 # TensorStore keeps names with this end for itself.
 LOCKS = ".__lock"
@@ -123,32 +121,6 @@ def read_bytes(path: str | Path) -> bytes:
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
     """The text of a plain file; raises OSError as `check_plain`, and UnicodeDecodeError."""
     return read_bytes(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
-
-
-def read_numbers(path: str | Path, setting: str) -> np.ndarray:
-    """A file's lines of numbers apart by tabs, as many in each, float64.
-
-    Raises:
-      ConfigError: it cannot be read, or holds something else; `setting` is where it is named.
-    """
-    with file_errors(f"{setting}: {path} cannot be read", "name a file of numbers", ConfigError):
-        raw = read_bytes(expanded(path))
-    try:
-        lines = raw.decode("utf-8").splitlines()
-        table = np.array([[float(x) for x in line.split("\t")] for line in lines if line.strip()])
-    except ValueError as error:
-        why = first_line(error)
-        raise ConfigError(
-            f"{setting}: {path} is no table of numbers apart by tabs: {why}"
-        ) from error
-    if table.ndim != 2 or not (np.abs(table) <= np.finfo(np.float32).max).all():
-        raise ConfigError(f"{setting}: {path} holds no lines of finite float32 numbers")
-    return table
-
-
-def write_numbers(table: np.ndarray, path: Path) -> None:
-    """Writes what `read_numbers` reads; raises InputError as `write_whole`."""
-    write_whole("".join("\t".join(f"{x:.6g}" for x in line) + "\n" for line in table), path)
 
 
 def decoded(raw: bytes, name: str) -> str:

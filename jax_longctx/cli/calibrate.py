@@ -8,7 +8,7 @@ from jax_longctx.cli import options
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_checkpoint
 from jax_longctx.evaluation.haystack import python_topics
-from jax_longctx.files import write_numbers
+from jax_longctx.parts.tables import write_numbers
 from jax_longctx.run_spec import RunSpec
 
 # What is written beside the checkpoint.

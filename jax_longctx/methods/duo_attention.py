@@ -22,9 +22,9 @@ import numpy as np
 
 from jax_longctx.caches.uneven import uneven
 from jax_longctx.contract import LayerContext, Stage, method
-from jax_longctx.files import read_numbers
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.tables import read_numbers
 
 
 @method(source="Xiao et al. 2024 (DuoAttention), section 3")

@@ -29,9 +29,10 @@ from jax_longctx.caches import AppendCache, Rewinding
 from jax_longctx.caches.reading import numbers
 from jax_longctx.contract import CacheShape, LayerContext, method
 from jax_longctx.errors import ConfigError
-from jax_longctx.files import read_numbers, whole_path
+from jax_longctx.files import whole_path
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.compressing import Compressing, whole
+from jax_longctx.parts.tables import read_numbers
 from jax_longctx.sharding import axes_field
 
 

@@ -10,10 +10,10 @@ from jax_longctx.api import LongContext
 from jax_longctx.engine.places import Whole
 from jax_longctx.engine.runs import per_layer
 from jax_longctx.errors import CapacityError, ConfigError, InputError
-from jax_longctx.files import write_numbers
 from jax_longctx.methods import METHODS, make_method, settings_of
 from jax_longctx.methods.full import Full
 from jax_longctx.parts.compressing import Compressing
+from jax_longctx.parts.tables import write_numbers
 from jax_longctx.sharding import make_mesh
 from tests.goldens.cases import KVPRESS
 from tests.goldens.weights import hf_shapes, random_state
