@@ -33,6 +33,8 @@ SECONDS, MEMORY = 3.0, 2**30
 SECONDS_EACH, MEMORY_EACH = 2e-5, 1000
 # The same of a document, and for each of its bytes: some ten times what slow PDFs take.
 READING = {"seconds": (60.0, 5e-6), "memory": (2**32, 40)}
+# Threads of a tokenizer and of numpy (40 MB for each core) would take address space.
+ALONE = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 # How many times longer a decoder, which runs in this process, may make a text.
 MOST_GROWTH = 100
 
@@ -56,8 +58,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # A tokenizer's own threads would take address space.
-                env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
+                env={**os.environ, "PYTHONPATH": paths, **ALONE},
                 # Ctrl-C reaches only the parent; when the parent ends, so do stdin and child.
                 start_new_session=True,
             )
