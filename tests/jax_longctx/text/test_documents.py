@@ -266,8 +266,8 @@ def test_an_idle_process_holds_no_document_and_outlives_a_fault():
     process = child._idle[1].queue[-1].start()
     # Others would take address space.
     assert len([*Path(f"/proc/{process.pid}/task").iterdir()]) == 1
-    most, end = held() + 2**24, time.monotonic() + patience(20)
-    text_of(b"<p>" + b"text " * 2**22, "a.html")
+    most, end = held() + 2**26, time.monotonic() + patience(20)
+    text_of(b"<p>" + b"text " * 2**23, "a.html")
     assert child._idle[1].queue[-1].start() is process
     while held() > most:
         assert time.monotonic() < end
