@@ -298,8 +298,9 @@ class _Leader:
         for entries, tokens, warned in replicas.spread(make, items):
             self._warn(warned)
             # Errors come with every share of a window.
-            new = [each for each in entries if not self._has(each["row"], 0)]
-            self.ready |= {each["row"]: each["line"] for each in new}
+            done = {each["row"] for each in entries if each["row"] < self.written} | {*self.ready}
+            new = [each for each in entries if each["row"] not in done]
+            self.ready |= {each["row"]: each["line"] for each in new if "line" in each}
             self.journal.add(new)
             self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
             self._write()
