@@ -8,7 +8,6 @@ from jax_longctx.cli import options
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_checkpoint
 from jax_longctx.evaluation.haystack import python_topics
-from jax_longctx.parts.tables import write_numbers
 from jax_longctx.run_spec import RunSpec
 
 # What is written beside the checkpoint.
@@ -61,6 +60,7 @@ def calibrate(
         from jax_longctx.api import load
         from jax_longctx.evaluation.heads import measured, query_filters
         from jax_longctx.methods.duo_attention import DuoAttention
+        from jax_longctx.parts.tables import write_numbers
 
         model = load(checkpoint, run)
     near, prose, chosen = DuoAttention(), python_topics(), random.Random(seed)

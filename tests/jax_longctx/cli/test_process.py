@@ -242,7 +242,7 @@ FULL = "export PYTHONDONTWRITEBYTECODE=1; ulimit -f 20; trap '' XFSZ; "
         (f"ulimit -v 4000000; {SHORT}", "ulimit -v allows 3.8 GiB of address space"),
         (
             f"mkfifo f; {LONGCTX} ask f Who? -c .",
-            "f cannot be read: it is a FIFO, a socket or a device; give a text",
+            "f cannot be read: it is a FIFO, a socket or a device; give the path",
         ),
         (f"{LONGCTX} generate $'key \\xff' -c .", "error: the prompt is not UTF-8"),
     ],
