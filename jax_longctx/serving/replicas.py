@@ -198,7 +198,7 @@ def running(
     try:
         try:
             door = serve.run(doors.bind(made.options(**engines).bind(opened), access), name=NAME)
-        except (RuntimeError, RayServeException) as error:
+        except (RuntimeError, TimeoutError, RayError, RayServeException) as error:
             raise InputError(f"the replicas do not start: {error}") from error
         yield
         # A replica may have died.

@@ -54,9 +54,9 @@ class Process:
             if found:
                 self.url = found[1]
                 return self
-            assert self.child.poll() is None, self.said
+            assert self.child.poll() is None, "\n".join(self.said)
             time.sleep(0.05)
-        raise AssertionError(self.said)
+        raise AssertionError("\n".join(self.said))
 
     def end(self, number=signal.SIGTERM, seconds=60):
         """Sends the signal; returns the exit code and what was written to stderr last."""
