@@ -3,6 +3,7 @@ import importlib.util
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -221,8 +222,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(checkpoint, book):
         read_until(ours, b"\x1b[?2004h", 120)
         type_line("Who?")
         read_until(ours, b"\x1b[?2004l", 60)
-        # The answer's first words.
-        os.read(ours, 4096)
+        # The answer's first words, after what ends the line's editing.
+        shown = b""
+        while not re.sub(rb"\x1b\[[\d;?]*[a-zA-Z]|\s", b"", shown):
+            shown += os.read(ours, 4096)
         begun.send_signal(signal.SIGINT)
         assert b"stays in the conversation" in read_until(ours, b"\x1b[?2004h", 60)
         type_line("/cost")
