@@ -103,8 +103,6 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     dtype: Any
-    layer: int
-    num_layers: int
     window: int | None
     shards: int = 1
     kv: StoredForm | None = None

@@ -69,13 +69,11 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
             head_dim=config.head_dim,
             dtype=setup.dtype,
             kv=setup.kv,
-            layer=layer,
-            num_layers=config.num_layers,
-            window=config.windows[layer],
+            window=window,
             shards=setup.mesh.shape["seq"],
             offload=setup.offload,
         )
-        for layer in range(config.num_layers)
+        for window in config.windows
     ]
 
 
@@ -86,14 +84,14 @@ def empty_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[An
     ones, or those of a kind where several kinds take turns.
     """
     shapes = cache_shapes(setup, batch, slots, reserve)
+    kinds = [(setup.layer(layer), shape) for layer, shape in enumerate(shapes)]
     if setup.by_layer:
-        return tuple(setup.layer(shape.layer).method.init_cache(shape) for shape in shapes)
-    kinds = [_likeness(setup, shape) for shape in shapes]
+        return tuple(layer.method.init_cache(shape) for layer, shape in kinds)
     caches, first = [], 0
-    while first < len(shapes):
+    while first < len(kinds):
         step, count = _turns(kinds[first:])
-        for shape in shapes[first : first + step]:
-            cache = setup.layer(shape.layer).method.init_cache(shape)
+        for layer, shape in kinds[first : first + step]:
+            cache = layer.method.init_cache(shape)
             if count > 1:
                 stacks = jax.tree.map(lambda x, n=count: jnp.broadcast_to(x, (n, *x.shape)), cache)
                 cache = Stacked(stacks, count, step)
@@ -114,15 +112,6 @@ def _turns(kinds: list[Any]) -> tuple[int, int]:
         if count > 1 and step * count > best[0] * best[1]:
             best = step, count
     return best
-
-
-def _likeness(setup: Setup, shape: CacheShape) -> Any:
-    """Equal for layers whose caches begin alike and that see alike."""
-    layer = setup.layer(shape.layer)
-    made = jax.make_jaxpr(layer.method.init_cache, static_argnums=0, return_shape=True)
-    jaxpr, cache = made(shape)
-    consts = tuple(np.asarray(const).tobytes() for const in jaxpr.consts)
-    return layer, jax.tree.structure(cache), str(jaxpr), consts
 
 
 @functools.lru_cache(maxsize=256)

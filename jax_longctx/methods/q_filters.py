@@ -32,6 +32,7 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.files import whole_path
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.compressing import Compressing, whole
+from jax_longctx.parts.layer_budgets import Budgeted
 from jax_longctx.parts.tables import read_numbers
 from jax_longctx.sharding import axes_field
 
@@ -59,7 +60,7 @@ class QFilters(Compressing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.filters and not re.search("#[0-9a-f]{12}$", self.filters):
+        if self.filters and not re.search(r"#[0-9a-f]{12}(/\d+)?$", self.filters):
             # The dataclass is frozen, and other filters make other programs and contexts.
             path, table = whole_path(self.filters), read_numbers(self.filters, "filters")
             object.__setattr__(self, "filters", f"{path}#{_digest(table)}")
@@ -71,7 +72,7 @@ class QFilters(Compressing):
                 "calibrate, and name it: --set filters=FILE"
             )
         try:
-            self._of(config)
+            self._of(config, config.num_layers)
         except ValueError as error:
             raise self.refused(
                 f"filters does not fit this model of {config.num_layers} layers with "
@@ -79,13 +80,18 @@ class QFilters(Compressing):
                 "file of this model"
             ) from error
 
-    def _of(self, shape: CacheShape | ModelConfig) -> Float[np.ndarray, "L K H"]:
-        sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    def _of(self, shape: CacheShape | ModelConfig, layers: int) -> Float[np.ndarray, "L K H"]:
         table = _read(self.filters)
+        sizes = (layers, shape.num_kv_heads, shape.head_dim)
         return np.broadcast_to(table.reshape(len(table), -1, shape.head_dim), sizes)
 
+    def of_layer(self, layer: int, layers: int) -> Budgeted:
+        own = super().of_layer(layer, layers)
+        line = layer % len(_read(self.filters))
+        return dataclasses.replace(own, filters=f"{self.filters}/{line}")
+
     def init_cache(self, shape: CacheShape) -> FilteredCache:
-        rows = np.tile(self._of(shape)[shape.layer], (shape.batch, 1, 1))
+        rows = np.tile(self._of(shape, 1), (shape.batch, 1, 1))
         return FilteredCache(super().init_cache(shape), jnp.asarray(rows))
 
     def scores(self, cache: Any, ctx: LayerContext) -> Float[Array, "B K S"]:
@@ -95,14 +101,17 @@ class QFilters(Compressing):
 
 @functools.lru_cache(maxsize=8)
 def _read(filters: str) -> Float[np.ndarray, "L KH"]:
+    """The numbers of a file, or of one of its lines."""
     path, _, digest = filters.rpartition("#")
+    digest, _, line = digest.partition("/")
     table = read_numbers(path, "filters")
     if _digest(table) != digest:
         raise ConfigError(
             f"filters: {path} has changed, its numbers are not {digest} any more; name the file "
             "without that, or bring the earlier one back"
         )
-    return table.astype(np.float32)
+    table = table.astype(np.float32)
+    return table[int(line)][None] if line else table
 
 
 def _digest(table: np.ndarray) -> str:

@@ -193,8 +193,8 @@ class Following(Method):
         return self.first.prefill_work(feed)
 
     def init_cache(self, shape: CacheShape) -> FirstCache:
-        # Nothing that differs from layer to layer, or from length to length.
-        like = dataclasses.replace(shape, slots=0, reserve=0, layer=0, offload=None)
+        # Nothing that differs from length to length.
+        like = dataclasses.replace(shape, slots=0, reserve=0, offload=None)
         size = (shape.num_heads, shape.head_dim)
 
         def zeros(*sizes: int, dtype: Any) -> Array:

@@ -135,16 +135,7 @@ def make_plan(
     Raises:
       ConfigError: method, model and mesh do not fit together, or the target has too few devices.
     """
-    sizes = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
-    used = math.prod(sizes.values())
-    if used > request.target.count:
-        shown = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise ConfigError(
-            f"mesh {shown} needs {used} devices, {request.target.name} has "
-            f"{request.target.count}; lower a size"
-        )
-    mesh = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    case = _Case(request, request.setup(mesh), request.rows(sizes))
+    case = _case(request, sizes)
     if temporaries is not None:
         case = dataclasses.replace(case, scale=temporaries / case.temporaries(request.context))
     chip, context, rows = request.target.chip, request.context, case.rows
@@ -153,7 +144,7 @@ def make_plan(
     step, caches = _decode_seconds(decode, chip), case.caches(context)
     moved = _host_seconds(case.setup, context, request.reserve, caches.host)
     return Plan(
-        mesh=sizes,
+        mesh=dict(case.setup.mesh.shape),
         weights=weight_bytes(case.setup),
         cache=caches.peak,
         host=caches.host,
@@ -161,7 +152,7 @@ def make_plan(
         memory=chip.memory,
         fits=case.fits(context),
         largest=case.largest() if largest else None,
-        undivided=tuple(undivided(mesh, **weight_axes(request.config))),
+        undivided=tuple(undivided(case.setup.mesh, **weight_axes(request.config))),
         prefill=prefill,
         decode=decode,
         first_token=_prefill_seconds(prefill, chip) + step + moved,
@@ -206,9 +197,8 @@ def alternatives(request: PlanRequest, mesh: dict[str, int]) -> dict[str, Plan]:
                 changed = {key: value for name in names for key, value in changes[name].items()}
                 spec = dataclasses.replace(request.spec, **changed)
                 other = dataclasses.replace(request, spec=spec)
-                made = make_plan(other, mesh, largest=False)
-                if made.fits and other != request:
-                    found[" ".join(names)] = made
+                if other != request and _case(other, mesh).fits(other.context):
+                    found[" ".join(names)] = make_plan(other, mesh, largest=False)
         if found:
             return found
     return {}
@@ -217,20 +207,21 @@ def alternatives(request: PlanRequest, mesh: dict[str, int]) -> dict[str, Plan]:
 def choose_method(request: PlanRequest, mesh: dict[str, int], questions: int = 1) -> Choice:
     """The method for one text of the request on a mesh, as `--method auto` chooses it."""
 
-    def planned(method: Any) -> Plan:
+    def under(method: Any) -> _Case:
         spec = dataclasses.replace(request.spec, method=method)
-        return make_plan(dataclasses.replace(request, spec=spec), mesh, largest=False)
+        return _case(dataclasses.replace(request, spec=spec), mesh)
 
     full = make_method("full")
-    exact = planned(full)
+    exact = under(full)
+    beside = weight_bytes(exact.setup) + exact.temporaries(request.context)
     infos = param_infos(request.config).values()
     case = Case(
         config=request.config,
         tokens=request.context + request.reserve,
         parameters=sum(math.prod(info.shape) for info in infos),
         full=full,
-        free=max(exact.memory - exact.weights - exact.temporaries, 0),
-        cache=lambda method: planned(method).cache,
+        free=max(request.target.chip.memory - beside, 0),
+        cache=lambda method: under(method).caches(request.context).peak,
     )
     return choose(case, questions=questions)
 
@@ -331,6 +322,20 @@ class _Case:
         while guess > STEP and not self.fits(guess):
             guess = int(guess * 0.98) // STEP * STEP
         return max(guess, STEP)
+
+
+def _case(request: PlanRequest, sizes: dict[str, int]) -> _Case:
+    """Raises ConfigError where the target has fewer devices than the mesh, or as `setup` does."""
+    sizes = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+    used = math.prod(sizes.values())
+    if used > request.target.count:
+        shown = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ConfigError(
+            f"mesh {shown} needs {used} devices, {request.target.name} has "
+            f"{request.target.count}; lower a size"
+        )
+    mesh = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return _Case(request, request.setup(mesh), request.rows(sizes))
 
 
 @functools.lru_cache(maxsize=64)

@@ -60,6 +60,7 @@ class Work:
     collectives: int
 
 
+@functools.lru_cache(maxsize=256)
 def weight_bytes(setup: Setup) -> int:
     """Bytes of parameters on each device."""
     infos = param_infos(setup.config).values()
@@ -75,6 +76,7 @@ def stored_bytes(setup: Setup) -> int:
     return setup.dtype.itemsize if setup.weights is None else 1
 
 
+@functools.lru_cache(maxsize=256)
 def matrices(setup: Setup) -> int:
     """Numbers of a device's parts of the matrices of a layer."""
     return sum(

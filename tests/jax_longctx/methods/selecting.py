@@ -87,8 +87,6 @@ def layer_shape(q, k):
         num_kv_heads=heads,
         head_dim=width,
         dtype=k.dtype,
-        layer=0,
-        num_layers=1,
         window=None,
     )
 

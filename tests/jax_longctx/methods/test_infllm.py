@@ -63,11 +63,16 @@ def method_of(rules, kind=InfLLM, **settings):
 class Watched(InfLLM):
     """Tells which units each layer attends, and starts with garbage wherever nothing is yet."""
 
+    slots: int = LAYERS[0]
+
+    def of_layer(self, layer, layers):
+        return dataclasses.replace(self, slots=LAYERS[layer])
+
     def init_cache(self, shape):
         def fill(leaf):
             return jnp.full_like(leaf, 1e4) if leaf.ndim > 1 else leaf
 
-        shape = dataclasses.replace(shape, slots=LAYERS[shape.layer])
+        shape = dataclasses.replace(shape, slots=self.slots)
         return jax.tree.map(fill, super().init_cache(shape))
 
     def choose(self, q, cache, valid, ctx):

@@ -49,8 +49,13 @@ SEEN: list[tuple[int, np.ndarray, np.ndarray]] = []
 class Watched(ReAttention):
     """Tells which slots each layer attends."""
 
+    slots: int = LAYERS[0]
+
+    def of_layer(self, layer, layers):
+        return dataclasses.replace(self, slots=LAYERS[layer])
+
     def init_cache(self, shape):
-        return super().init_cache(dataclasses.replace(shape, slots=LAYERS[shape.layer]))
+        return super().init_cache(dataclasses.replace(shape, slots=self.slots))
 
     def choose(self, q, cache, valid, ctx, **how):
         scope = super().choose(q, cache, valid, ctx, **how)
