@@ -28,7 +28,7 @@ from jax_longctx.engine.rows import Ask
 from jax_longctx.errors import LongctxError
 from jax_longctx.methods import settings_of
 from jax_longctx.serving import schema
-from jax_longctx.serving.bodies import Bodies
+from jax_longctx.serving.bodies import REFUSED, Bodies
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.doors import Access, Doors
 from jax_longctx.serving.metrics import Metrics, Requests
@@ -281,7 +281,7 @@ def error_response(error: RequestError) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413, 415, 429):
+    if error.status in (408, *REFUSED):
         # What is left of the body is not read.
         headers["connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
@@ -340,8 +340,7 @@ def make_app(service: Service) -> Starlette:
         elif isinstance(error, LongctxError):
             error = schema.from_library(error)
         assert isinstance(error, RequestError)
-        if error.status in (413, 415):
-            await service.bodies.refuse(request)
+        await service.bodies.refuse(request, error.status)
         return error_response(error)
 
     async def fault(request: Request, error: Exception) -> Response:

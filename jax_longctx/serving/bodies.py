@@ -22,6 +22,8 @@ from jax_longctx.text.documents import Document, Joined, documents_in
 # What is still taken of a body that is refused: most clients read no answer before they have sent
 # all, and a connection that is closed meanwhile loses it.
 DROPPED_SECONDS, DROPPED_BODIES = 5.0, 4
+# The statuses of such answers.
+REFUSED = (413, 415, 429)
 # Files of a form, and characters of a file's name.
 MOST_UPLOADS, SHOWN_NAME = 100, 200
 
@@ -75,13 +77,13 @@ class Arrivals:
             ) from None
         return b"".join(pieces)
 
-    async def refuse(self, request: Request) -> None:
-        """Takes what is left of a body of known size, for a while.
+    async def refuse(self, request: Request, status: int) -> None:
+        """Before an answer of `REFUSED`: takes what is left of a body of known size, for a while.
 
         A client that waits for `100 Continue` has sent nothing, and reads the answer.
         """
         declared = request.headers.get("content-length", "")
-        if "expect" in request.headers or not declared.isdigit():
+        if status not in REFUSED or "expect" in request.headers or not declared.isdigit():
             return
         left = int(declared) - getattr(request.state, "taken", 0)
         left = min(left, DROPPED_BODIES * self._access.body)

@@ -104,7 +104,7 @@ class Door:
         ways.append(Route("/{path:path}", self._pass))
         # The engines say which methods there are.
         ways[-1].methods = None
-        handlers: Any = {RequestError: lambda _, error: error_response(error)}
+        handlers: Any = {RequestError: self._refused}
         # Nobody reads it.
         handlers[ClientDisconnect] = lambda *_: Response(status_code=499)
         return Starlette(routes=ways, middleware=guards(self._access), exception_handlers=handlers)
@@ -112,6 +112,10 @@ class Door:
     async def end(self, seconds: float) -> None:
         """Ends the engines' answers as `Engine.end`."""
         await self._engines.broadcast("end", seconds).results_async()
+
+    async def _refused(self, request: Request, error: RequestError) -> Response:
+        await self._arrivals.refuse(request, error.status)
+        return error_response(error)
 
     async def _pass(self, request: Request) -> ASGIApp:
         """The answer of the engine that the request's text belongs to."""

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import select
 import socket
 import time
 import tracemalloc
@@ -16,7 +17,7 @@ import pytest
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import reserved
-from jax_longctx.serving import streams
+from jax_longctx.serving import bodies, streams
 from jax_longctx.serving.doors import Access
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
 from tests.jax_longctx.serving.tiny import LENGTHS, aside, generated, read, refused, wait_until
@@ -409,7 +410,8 @@ def test_waiting_requests_keep_each_others_texts(slow, tiny):
     check_idle(running)
 
 
-def test_a_full_queue_tells_when_to_come_again_and_a_slow_body_holds_no_place(slow):
+def test_a_full_queue_tells_when_to_come_again_and_a_slow_body_holds_no_place(slow, monkeypatch):
+    monkeypatch.setattr(bodies, "DROPPED_SECONDS", 0.1)
     running = slow(rows=1, queue=1)
     with begin_post(running, b"{", 100) as first, running.client() as client:
         wait_until(lambda: running.served.service.bodies._held == 1)
@@ -420,7 +422,7 @@ def test_a_full_queue_tells_when_to_come_again_and_a_slow_body_holds_no_place(sl
             with pytest.raises(openai.RateLimitError) as caught:
                 client.completions.create(**slow_request())
             assert int(caught.value.response.headers["retry-after"]) >= 1
-            # Nothing of this body is asked for.
+            # This body is not waited for.
             with begin_post(running, b"", 1 << 20) as second:
                 head = second.recv(1000).lower()
             assert b" 429 " in head.splitlines()[0] and b"connection: close" in head
@@ -446,16 +448,19 @@ def test_a_client_that_sends_all_of_its_body_first_reads_the_refusal(server):
 
 
 def test_the_bodies_of_all_requests_have_a_limit(serve, tiny):
-    running = serve(tiny, access=Access(body=1000, bodies=1500))
-    service = running.served.service
-    with begin_post(running, b"x" * 900, 1000) as first:
-        wait_until(lambda: service.bodies._held == 900)
-        with begin_post(running, b"x" * 900, 1000) as second:
+    running, size = serve(tiny, access=Access(body=3 << 20, bodies=4 << 20)), 2 << 20
+    held = lambda: running.served.service.bodies._held  # noqa: E731
+    with begin_post(running, b"x" * size, size + 1) as first:
+        wait_until(lambda: held() == size)
+        with begin_post(running, b"x" * (size + 1), 3 << 20) as second:
+            # A client reads when it has sent all.
+            assert not select.select([second], (), (), 0.3)[0]
+            second.sendall(b"x" * (size // 2 - 1))
             assert b" 429 " in second.recv(1000).splitlines()[0]
-        assert service.bodies._held == 900
-        first.sendall(b"x" * 100)
+        assert held() == size
+        first.sendall(b"x")
         assert b" 400 " in first.recv(1000).splitlines()[0]
-    assert service.bodies._held == 0
+    assert held() == 0
     check_idle(running)
 
 

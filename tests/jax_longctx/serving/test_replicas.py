@@ -1,7 +1,10 @@
 import collections
+import contextlib
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -201,6 +204,7 @@ def test_who_may_not_ask_and_too_large_bodies_are_refused_at_the_door(begin, tmp
         large = post("x" * (1 << 20))
         assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
         assert http.get("/metrics", headers={"host": "evil", **given}).status_code == 200
+        bodies_are_bounded_in_sum(http)
         # Ctrl-C lets an answer finish too.
         with server.client("secret") as client:
             stream = answer(client, max_tokens=64, temperature=0, stream=True)
@@ -211,6 +215,35 @@ def test_who_may_not_ask_and_too_large_bodies_are_refused_at_the_door(begin, tmp
     code, lines = server.ended(120)
     assert (code, lines[-1]) == (130, "interrupted")
     assert not marked(tmp_path, "ray")
+
+
+def bodies_are_bounded_in_sum(http):
+    """Of five bodies of 1 MiB whose ends do not come, the door holds four and refuses one."""
+    address, size = (http.base_url.host, http.base_url.port), 1 << 20
+    head = f"POST /v1/contexts HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n"
+    sent = f"{head}authorization: Bearer secret\r\n\r\n".encode() + b"x" * (size - 1)
+
+    headers = {"authorization": "Bearer secret", "content-type": "application/json"}
+    probe = lambda: http.post("/v1/contexts", content=b"x" * size, headers=headers)  # noqa: E731
+
+    def answered(seconds):
+        return select.select(slow, (), (), seconds)[0]
+
+    with contextlib.ExitStack() as opened:
+        slow = [opened.enter_context(socket.create_connection(address)) for _ in range(5)]
+        for each in slow:
+            each.sendall(sent)
+        (refused,) = answered(patience(60))
+        said = refused.recv(10_000)
+        assert b" 429 " in said.splitlines()[0] and b"bodies of all requests take" in said
+        slow.remove(refused)
+        assert not answered(1)
+        # All that the door may hold is taken, until they go.
+        assert probe().status_code == 429
+    end = time.monotonic() + patience(60)
+    while (found := probe()).status_code == 429:
+        assert time.monotonic() < end
+    assert found.status_code == 400 and "the body is no JSON" in found.text
 
 
 TAKEN = """
