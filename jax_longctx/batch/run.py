@@ -35,7 +35,7 @@ from jax_longctx.jobs.journal import Journal, Unwritten, begun, check_own
 from jax_longctx.jobs.loop import work_share, work_through
 from jax_longctx.locks import only_writer
 from jax_longctx.origin import MADE_FROM
-from jax_longctx.replicas import SHARES, Replicas
+from jax_longctx.replicas import SHARES, Replicas, Share
 from jax_longctx.text.documents import log
 
 # Share of the free memory that the caches of one batch may take.
@@ -117,20 +117,21 @@ def _about(options: BatchOptions, model: LongContext) -> dict[str, Any]:
 
 def _sharing(
     about: dict[str, Any], source: Path, options: BatchOptions, model: LongContext
-) -> Callable[[dict[str, Any]], Iterator[Any]]:
+) -> Callable[[Share], Iterator[Any]]:
     """What answers a share of a window: every `of`-th batch from `number` on.
 
     It gives entries of the journal, tokens, and warnings.
     """
     compute = computing(model, options)
 
-    def share(item: dict[str, Any]) -> Iterator[Any]:
+    def share(given: Share) -> Iterator[Any]:
+        item, number, of = given
         leader = _Leader(about, source, source, options, None, False, False, model)
         leader.ready, leader.parts, leader.created = item["ready"], item["parts"], item["created"]
         leader.journal = journal = Unwritten(source)
         lines = itertools.islice(leader.reader().lines(*item["start"]), item["count"])
         work = leader.window(list(lines), item["kept"])
-        for _, entries in work_share(work, compute, journal, item["number"], item["of"]):
+        for _, entries in work_share(work, compute, journal, number, of):
             yield entries, leader.progress.tokens, leader.warned
             leader.progress = BatchProgress(total=0, before=0)
 
@@ -290,12 +291,12 @@ class _Leader:
         # are in several batches is one replica's.
         most = 1 if self.about["split"] else self.options.window // self.options.rows
         of = min(most, -(-SHARES * replicas.count // max(len(items), 1)))
-        items = [{**item, "number": number, "of": of} for item in items for number in range(of)]
         about = {**self.about, "memory": self.memory}
         make = functools.partial(_sharing, about, self.source, self.options)
         self.unread = self.reader().lines()
         self._write()
-        for entries, tokens, warned in replicas.spread(make, items):
+        shared = replicas.spread(make, items, of=of, most=most, left=self._unanswered)
+        for entries, tokens, warned in shared:
             self._warn(warned)
             # Errors come with every share of a window.
             done = {each["row"] for each in entries if each["row"] < self.written} | {*self.ready}
@@ -304,6 +305,11 @@ class _Leader:
             self.journal.add(new)
             self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
             self._write()
+
+    def _unanswered(self) -> Iterator[str]:
+        for line in self.reader().lines():
+            if line.index >= self.written and line.index not in self.ready:
+                yield f"line {line.number}"
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
         options = self.options

@@ -391,8 +391,8 @@ def _serve_replicas(
     keys: list[bytes],
 ) -> None:
     """Serves by replicas until SIGTERM or Ctrl-C; answers that have begun finish."""
-    if process.number() is not None or limits.contexts is None:
-        raise InputError("--replicas needs --contexts DIR, a folder that all see, and one process")
+    if limits.contexts is None:
+        raise InputError("--replicas needs --contexts DIR, a folder that all see")
     limits = dataclasses.replace(limits, contexts=limits.contexts.absolute())
     model = dataclasses.replace(model, checkpoint=model.checkpoint.absolute())
     least, everywhere = replicas.replicas or 0, replicas.address is not None

@@ -40,7 +40,7 @@ from jax_longctx.evaluation.tasks import Task, describe, make_task
 from jax_longctx.files import file_errors, sha256_of
 from jax_longctx.jobs.loop import work_share, work_through
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.replicas import SHARES, Replicas
+from jax_longctx.replicas import SHARES, Replicas, Share
 from jax_longctx.text import PromptLayout, chat_layout
 
 # Methods whose programs compile at a time.
@@ -263,8 +263,14 @@ class _Leader:
         lengths = [each for each in dict.fromkeys(key[2] for key in wanted) if each in missing]
         of, places = SHARES * replicas.count, dict[Key, Any]()
         make = functools.partial(_sharing, self.config, self.about, self.store.snapshot())
-        items = [(length, number, of) for length in lengths for number in range(of)]
-        for length, before, rows in replicas.spread(make, items):
+
+        def left() -> Iterator[str]:
+            for method, task, length, index in wanted:
+                if (method, task, length, index) not in self.store:
+                    yield f"row {index} of {task}, {length:,} tokens, {method}"
+
+        shared = replicas.spread(make, lengths, of=of, most=4 * of, left=left)
+        for length, before, rows in shared:
             # What was refused before a batch comes with every share.
             new = [row for row in rows if key_of(row) not in self.store]
             places |= {key_of(row): (lengths.index(length), before, n) for n, row in enumerate(new)}
@@ -429,7 +435,7 @@ class _Leader:
 
 def _sharing(
     config: EvalConfig, about: Mapping[str, Any], known: RowStore, model: LongContext
-) -> Callable[[tuple[int, int, int]], Iterator[Any]]:
+) -> Callable[[Share], Iterator[Any]]:
     """What computes a share of a length: every `of`-th batch from `number` on.
 
     It gives the length, the number of batches before, and rows.
@@ -437,7 +443,7 @@ def _sharing(
     compute, leader = _computing(model, config), _Leader(model, config, about, Path())
     leader._drawn = functools.lru_cache(1)(leader._drawn)
 
-    def share(item: tuple[int, int, int]) -> Iterator[Any]:
+    def share(item: Share) -> Iterator[Any]:
         length, number, of = item
         # Batches are of the rows that were left at the start, in every share.
         leader.store = known.snapshot()

@@ -1,16 +1,20 @@
-"""A pool of replicas: each opens the model on a mesh of its own and works through items.
+"""A pool of replicas: each opens the model on a mesh of its own and works through shares of items.
 
-Ray Data spreads the items over actors and starts a dead one anew. The item that it worked on begins
-again, and what came back of it does not come twice.
+Ray Data spreads the shares over actors and starts a dead one anew. The share that it worked on
+begins again, `RETRIES` times. What has not ended then is tried once more when all others have, in
+smaller shares. So little is left of what ends each replica that works on it.
 """
 
 import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
 import os
 import pickle
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +22,16 @@ from jax_longctx.errors import LongctxError
 from jax_longctx.files import file_errors
 from jax_longctx.replicas.cluster import cluster, devices_of
 
-# Items for each replica, at least: the last ones end at about the same time.
+# Shares for each replica, at least: the last ones end at about the same time.
 SHARES = 8
-# Works through an item; the results, and the item, can be pickled.
-Work = Callable[[Any], Iterator[Any]]
+# Rounds, and how often a share begins again in each.
+ROUNDS, RETRIES = 2, 1
+# How many of what is left an error names.
+NAMED = 4
+# An item, the share's number, and how many shares there are.
+Share = tuple[Any, int, int]
+# Works through a share; the results, and the item, can be pickled.
+Work = Callable[[Share], Iterator[Any]]
 
 
 @dataclasses.dataclass
@@ -54,30 +64,78 @@ class Replicas:
         task = self._ray.remote(max_calls=1, **self._devices)(_asked)
         return _raised(self._ray.get(task.remote(self._opened, what)))
 
-    def spread(self, make: Callable[[Any], Work], items: Sequence[Any]) -> Iterator[Any]:
-        """The results of all items, as they come.
+    def spread(
+        self,
+        make: Callable[[Any], Work],
+        items: Sequence[Any],
+        *,
+        of: int,
+        most: int,
+        left: Callable[[], Iterator[str]],
+    ) -> Iterator[Any]:
+        """The results of all items, as they come, of a share that begins again twice perhaps.
 
         Args:
-          make: from the model to what works through an item.
+          make: from the model to what works through a share.
+          of: shares of each item at first; `most` at last, about.
+          left: names what has no result yet.
+
+        Raises:
+          LongctxError: a replica ended each time that it worked on what is left.
+        """
+        more = max(-(-most // of), 1)
+        shares = [(item, number, of) for item in items for number in range(of)]
+        for _ in range(ROUNDS):
+            open = dict(enumerate(shares))
+            for place, found in self._round(make, shares):
+                if found:
+                    yield _raised(found[0])
+                else:
+                    del open[place]
+            shares = [
+                (item, number + part * of, more * of)
+                for item, number, _ in open.values()
+                for part in range(more)
+            ]
+        if shares:
+            names = [*itertools.islice(left(), NAMED + 1)]
+            told = "; ".join(names[:NAMED]) + " and more" * (len(names) > NAMED)
+            raise LongctxError(
+                f"{told}: the replica ended each of the {ROUNDS * (RETRIES + 1)} times that it "
+                "worked on this, as for want of memory; all else is done. Run again to go on, with "
+                "fewer rows or more devices, or shorten it and begin anew"
+            )
+
+    def _round(self, make: Callable[[Any], Work], shares: Sequence[Share]) -> Iterator[Any]:
+        """The number of a share with one result in a list, or with none at its end.
+
+        Shares whose replica ends each time have no end.
         """
         data: Any = importlib.import_module("ray.data")
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        # It would print a traceback for each replica that ends.
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
         context = data.DataContext.get_current()
         # Each result is a block of its own, which comes back at once.
         context.enable_progress_bars, context.target_max_block_size = False, 1
-        if not items:
+        context.max_errored_blocks = -1
+        if not shares:
             return
-        rows = [{"item": pickle.dumps(item)} for item in items]
-        pool = data.ActorPoolStrategy(size=self.count, max_tasks_in_flight_per_actor=1)
-        found = data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-            _Replica,
-            batch_size=1,
-            compute=pool,
-            fn_constructor_args=(self._opened, make),
-            **self._devices,
-        )
+        rows = [{"item": pickle.dumps(share)} for share in enumerate(shares)]
+        size = min(self.count, len(rows))
+        how = {"fn_constructor_args": (self._opened, make), **self._devices}
+        with warnings.catch_warnings():
+            # Ray 2.60 deprecates `max_task_retries` here, and has no other place for it yet.
+            warnings.simplefilter("ignore")
+            found = data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+                _Replica,
+                batch_size=1,
+                compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
+                max_restarts=-1,
+                max_task_retries=RETRIES,
+                **how,
+            )
         for row in found.iter_rows():
-            yield _raised(pickle.loads(row["item"]))
+            yield pickle.loads(row["item"])
 
 
 class _Replica:
@@ -88,11 +146,20 @@ class _Replica:
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for item in batch["item"]:
-            try:
-                for found in self.work(pickle.loads(item)):
-                    yield {"item": [pickle.dumps(found)]}
-            except LongctxError as error:
-                yield {"item": [pickle.dumps(error)]}
+            place, share = pickle.loads(item)
+            for found in self._results(share):
+                yield {"item": [pickle.dumps((place, found))]}
+
+    def _results(self, share: Share) -> Iterator[list[Any]]:
+        try:
+            for found in self.work(share):
+                yield [found]
+        except LongctxError as error:
+            yield [error]
+        except Exception:
+            # A fault ends the command; only a replica that ends is another's work.
+            yield [RuntimeError(traceback.format_exc())]
+        yield []
 
 
 def _opened(folder: str, open: Callable[[], Any]) -> Any:
@@ -109,6 +176,6 @@ def _asked(open: Callable[[], Any], what: Callable[[Any], Any]) -> Any:
 
 
 def _raised(value: Any) -> Any:
-    if isinstance(value, LongctxError):
+    if isinstance(value, Exception):
         raise value
     return value

@@ -4,7 +4,7 @@ They hold no copy of a cache or of the weights. A decode step launches as many k
 many bytes beside its arguments, as a table says. `LONGCTX_GPU_PLUGIN` names a folder with JAX's
 CUDA plugin:
 
-    pip install --no-deps --target FOLDER jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+    pip install --no-deps --target FOLDER --requirement .ci/gpu-plugin.txt
 """
 
 import json

@@ -47,7 +47,7 @@ def command(tmp_path_factory):
         arguments = [*map(str, given), "-c", str(model)]
         return subprocess.Popen([sys.executable, "-m", "jax_longctx", *arguments], env=told, **how)
 
-    start.folder = folder
+    start.folder, start.model, start.told = folder, str(model), told
     return start
 
 
@@ -118,6 +118,57 @@ def test_a_killed_process_loses_nothing(command, whole, words, code):
         said = ended(command("batch", "in.jsonl", name, *BATCH), 3)
         assert "going on: " in said
     assert output(command, name) == whole
+
+
+# A row that ends each process that answers it.
+DEADLY = """
+import os, signal, sys
+from pathlib import Path
+
+import jax_longctx
+from jax_longctx.batch import BatchOptions, run, run_batch
+from jax_longctx.errors import LongctxError
+from jax_longctx.replicas import Replicas
+
+MODEL, made = sys.argv[1], run.computing
+
+def opened():
+    def computing(*given):
+        compute = made(*given)
+
+        def answer(batch):
+            if any(part["row"] == 5 for part in batch["parts"]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return compute(batch)
+
+        return answer
+
+    run.computing = computing
+    return jax_longctx.load(MODEL)
+
+try:
+    options = BatchOptions(rows=2, max_tokens=6)
+    run_batch(Replicas(2, opened), Path("few.jsonl"), Path("few.out"), options)
+except LongctxError as error:
+    print(error)
+"""
+
+
+def test_a_row_that_ends_its_replicas_is_named_when_all_else_is_done(command):
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS[:12])
+    (command.folder / "few.jsonl").write_text(rows)
+    code = [sys.executable, "-c", DEADLY, command.model]
+    told = {"env": command.told, "cwd": command.folder, "timeout": patience(300)}
+    done = subprocess.run(code, capture_output=True, text=True, check=True, **told)
+    said = done.stdout
+    assert not done.stderr and "line 6: the replica ended each of the 4 times" in said, said
+    journal = (command.folder / "few.out.journal").read_text()
+    kept = {json.loads(line).get("row") for line in journal.splitlines()}
+    missing = {*range(12)} - kept
+    # No more than its batch.
+    assert 5 in missing and len(missing) <= 2
+    few = ("batch", "few.jsonl", "few.out", "--max-tokens", 6, "--rows", 2)
+    assert "going on: " in ended(command(*few), 0)
 
 
 def test_eval_on_replicas_has_the_rows_and_the_report_of_one_process(command):

@@ -21,10 +21,12 @@ class Here(Replicas):
     def ask(self, what):
         return what(self.open())
 
-    def spread(self, make, items):
+    def spread(self, make, items, *, of, most, left):
         work = make(self.open())
         for item in items:
-            yield from work(item)
+            for number in range(of):
+                yield from work((item, number, of))
+        assert not [*left()]
 
 
 @pytest.mark.slow
