@@ -60,7 +60,7 @@ def calibrate(
         from jax_longctx.api import load
         from jax_longctx.evaluation.heads import measured, query_filters
         from jax_longctx.methods.duo_attention import DuoAttention
-        from jax_longctx.parts.tables import write_numbers
+        from jax_longctx.parts.tables import shape_of, write_numbers
 
         model = load(checkpoint, run)
     near, prose, chosen = DuoAttention(), python_topics(), random.Random(seed)
@@ -83,8 +83,9 @@ def calibrate(
     far, queries, products = (np.sum(each, axis=0) for each in zip(*found, strict=True))
     scores = far / texts
     filters = query_filters(queries, products, scores.shape[1])
-    write_numbers(scores, folder / HEADS)
-    write_numbers(filters.reshape(len(filters), -1), folder / FILTERS)
+    of = {**shape_of(model.config), "weights": model.engine.identity}
+    write_numbers(scores, folder / HEADS, of)
+    write_numbers(filters.reshape(len(filters), -1), folder / FILTERS, of)
     record = {"heads": str(folder / HEADS), "filters": str(folder / FILTERS)}
     record |= {"layers": len(scores), "kv_heads": len(scores[0])}
     record |= {"tokens": tokens, "texts": texts, "passage": passage, "seed": seed}

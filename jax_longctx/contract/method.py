@@ -347,6 +347,7 @@ class Method:
       page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
       wants_queries: whether `adopt` needs the sum of the text's queries.
       asks: texts of the method's own that it feeds to the model; `Feed` has their tokens.
+      weights_of: `Engine.identity` of the weights that a setting was measured on, if it says so.
     """
 
     name: str = ""
@@ -373,6 +374,7 @@ class Method:
     wants_output: bool = False
     page_tokens: int = 1
     asks: tuple[str, ...] = ()
+    weights_of: str | None = None
 
     # The duties.
 

@@ -69,7 +69,7 @@ from jax_longctx.engine.sampling import (
     sampling_static,
     sampling_values,
 )
-from jax_longctx.engine.weights_hash import first_values, hash_of_weights, sum_of_bits
+from jax_longctx.engine.weights_hash import first_values, hash_of_weights, identity_of, sum_of_bits
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import form_of_weights, stacked_layers
@@ -149,6 +149,7 @@ class Engine:
 
         Raises:
           InputError: weights of another form than those at construction.
+          ConfigError: the method's settings were measured on other weights.
         """
         given, known = form_of_weights(params), self.setup.weights
         if given != known:
@@ -158,6 +159,14 @@ class Engine:
             )
         apart = self.setup.by_layer
         self.params = params if apart else stacked_layers(self.config, params, consume=consume)
+        of, name = self.method.weights_of, self.method.name
+        loaded = isinstance(jax.tree.leaves(self.params)[0], jax.Array)
+        if loaded and of not in (None, self.identity):
+            raise ConfigError(
+                f"{name}: the file that its settings name was measured on other weights ({of}, "
+                f"these are {self.identity}); write one of this checkpoint with jax-longctx "
+                "calibrate"
+            )
 
     def under(self, method: Method, **changes: Any) -> "Engine":
         """An engine of the same weights under another method; `changes` are fields of the spec.
@@ -181,6 +190,11 @@ class Engine:
     def fingerprint(self) -> str:
         """Tells one set of weights from another: a hash of a few values of every parameter."""
         return hash_of_weights(self.params, self.config.num_layers, first_values)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Tells one model from another, in any dtype or form of its weights."""
+        return identity_of(self.params)
 
     @functools.cached_property
     def checksum(self) -> str:

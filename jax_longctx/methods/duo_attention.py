@@ -15,6 +15,7 @@ retrieval heads are other programs. A layer's tokens take the memory of its head
 pages (`caches.uneven`).
 """
 
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class DuoAttention(Appending):
       heads: a file that `jax-longctx calibrate` or DuoAttention's authors wrote, a row for each
         layer and a number for each kv head, apart by tabs; or which heads retrieve: 1 for each one
         that does, 0 for the others, "/" between layers. One row is repeated over heads and layers.
+        "#" and the model's identity are added where the file says of which one it is.
       share: of all kv heads, how many of a file's retrieve.
       sink: first tokens that the others keep.
       recent: last tokens of the context that they keep.
@@ -53,13 +55,23 @@ class DuoAttention(Appending):
     def __post_init__(self) -> None:
         self.fraction("share")
         self.at_least(0, "sink", "recent")
-        if self.heads and not {*self.heads} <= {*"01/"}:
+        if self.heads and not re.fullmatch("[01/]+(#[0-9a-f]{16})?", self.heads):
             # The dataclass is frozen, and keeps what the file says.
-            scores = np.clip(read_numbers(self.heads, "heads"), 0, 1)
-            object.__setattr__(self, "heads", pattern_of(scores, self.share))
+            scores, of = read_numbers(self.heads, "heads")
+            told = f"#{of['weights']}" if "weights" in of else ""
+            pattern = pattern_of(np.clip(scores, 0, 1), self.share)
+            object.__setattr__(self, "heads", f"{pattern}{told}")
+
+    @property
+    def weights_of(self) -> str | None:
+        return self.heads.partition("#")[2] or None
+
+    @property
+    def _rows(self) -> list[str]:
+        return self.heads.partition("#")[0].split("/")
 
     def validate(self, config: ModelConfig) -> None:
-        rows = self.heads.split("/")
+        rows = self._rows
         if not all(rows):
             raise self.refused(
                 "which heads retrieve is a property of the model: write a file with jax-longctx "
@@ -73,7 +85,7 @@ class DuoAttention(Appending):
             )
 
     def of_layer(self, layer: int, layers: int) -> "DuoAttention":
-        rows = self.heads.split("/")
+        rows = self._rows
         own = {"sink": self.sink, "recent": self.recent}
         return DuoAttention(heads=rows[layer % len(rows)], **own)
 

@@ -17,6 +17,7 @@ Layers with other filters are other programs, as under `over_layers=pyramid`.
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 from typing import Any
 
@@ -33,7 +34,7 @@ from jax_longctx.files import whole_path
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.compressing import Compressing, whole
 from jax_longctx.parts.layer_budgets import Budgeted
-from jax_longctx.parts.tables import read_numbers
+from jax_longctx.parts.tables import read_numbers, shape_of
 from jax_longctx.sharding import axes_field
 
 
@@ -62,8 +63,12 @@ class QFilters(Compressing):
         super().__post_init__()
         if self.filters and not re.search(r"#[0-9a-f]{12}(/\d+)?$", self.filters):
             # The dataclass is frozen, and other filters make other programs and contexts.
-            path, table = whole_path(self.filters), read_numbers(self.filters, "filters")
-            object.__setattr__(self, "filters", f"{path}#{_digest(table)}")
+            path, found = whole_path(self.filters), read_numbers(self.filters, "filters")
+            object.__setattr__(self, "filters", f"{path}#{_digest(*found)}")
+
+    @property
+    def weights_of(self) -> str | None:
+        return _read(self.filters)[1].get("weights") if self.filters else None
 
     def validate(self, config: ModelConfig) -> None:
         if not self.filters:
@@ -72,6 +77,10 @@ class QFilters(Compressing):
                 "calibrate, and name it: --set filters=FILE"
             )
         try:
+            of, here = _read(self.filters)[1], shape_of(config)
+            other = [f"{key} {of[key]}" for key in here if of.get(key, here[key]) != here[key]]
+            if other:
+                raise ValueError(f"it is of a model with {', '.join(other)}")
             self._of(config, config.num_layers)
         except ValueError as error:
             raise self.refused(
@@ -81,13 +90,13 @@ class QFilters(Compressing):
             ) from error
 
     def _of(self, shape: CacheShape | ModelConfig, layers: int) -> Float[np.ndarray, "L K H"]:
-        table = _read(self.filters)
+        table, _ = _read(self.filters)
         sizes = (layers, shape.num_kv_heads, shape.head_dim)
         return np.broadcast_to(table.reshape(len(table), -1, shape.head_dim), sizes)
 
     def of_layer(self, layer: int, layers: int) -> Budgeted:
         own = super().of_layer(layer, layers)
-        line = layer % len(_read(self.filters))
+        line = layer % len(_read(self.filters)[0])
         return dataclasses.replace(own, filters=f"{self.filters}/{line}")
 
     def init_cache(self, shape: CacheShape) -> FilteredCache:
@@ -100,19 +109,20 @@ class QFilters(Compressing):
 
 
 @functools.lru_cache(maxsize=8)
-def _read(filters: str) -> Float[np.ndarray, "L KH"]:
-    """The numbers of a file, or of one of its lines."""
+def _read(filters: str) -> tuple[Float[np.ndarray, "L KH"], dict[str, Any]]:
+    """The numbers of a file, or of one of its lines; and of which model they are."""
     path, _, digest = filters.rpartition("#")
     digest, _, line = digest.partition("/")
-    table = read_numbers(path, "filters")
-    if _digest(table) != digest:
+    table, of = read_numbers(path, "filters")
+    if _digest(table, of) != digest:
         raise ConfigError(
             f"filters: {path} has changed, its numbers are not {digest} any more; name the file "
             "without that, or bring the earlier one back"
         )
     table = table.astype(np.float32)
-    return table[int(line)][None] if line else table
+    return (table[int(line)][None] if line else table), of
 
 
-def _digest(table: np.ndarray) -> str:
-    return hashlib.sha256(table.tobytes()).hexdigest()[:12]
+def _digest(table: np.ndarray, of: dict[str, Any]) -> str:
+    told = json.dumps(of).encode() if of else b""
+    return hashlib.sha256(table.tobytes() + told).hexdigest()[:12]

@@ -142,6 +142,10 @@ class Following(Method):
         return self.first.asks
 
     @property
+    def weights_of(self) -> str | None:
+        return self.first.weights_of or self.second.weights_of
+
+    @property
     def looks_ahead(self) -> bool:
         return self.first.looks_ahead or self.second.looks_ahead
 

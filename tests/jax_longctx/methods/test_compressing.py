@@ -13,7 +13,7 @@ from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import METHODS, make_method, settings_of
 from jax_longctx.methods.full import Full
 from jax_longctx.parts.compressing import Compressing
-from jax_longctx.parts.tables import write_numbers
+from jax_longctx.parts.tables import shape_of, write_numbers
 from jax_longctx.sharding import make_mesh
 from tests.goldens.cases import KVPRESS
 from tests.goldens.weights import hf_shapes, random_state
@@ -158,6 +158,29 @@ def test_filters_are_each_layer_s_own_and_of_this_model(ragged, tmp_path):
     assert make_method(**settings_of(method)) == method
     with pytest.raises(ConfigError, match="has changed, its numbers are not 012345678901 any more"):
         tiny_engine(make_method("q-filters", {"filters": f"{file}#012345678901"}))
+
+
+def test_files_that_were_measured_on_another_model_are_refused(tmp_path):
+    engine, file = tiny_engine(), tmp_path / "numbers.tsv"
+    here = {**shape_of(engine.config), "weights": engine.identity}
+
+    def under(setting, width, **other):
+        write_numbers(np.ones((2, width)), file, here | other)
+        method = make_method(setting.partition(":")[0], {setting.partition(":")[2]: str(file)})
+        assert engine.under(method).method == make_method(**settings_of(method))
+
+    filters, heads = ("q-filters:filters", 16), ("duo-attention:heads", 2)
+    for each in (filters, heads):
+        under(*each)
+        with pytest.raises(
+            ConfigError, match=r"measured on other weights .0000000000000000, these"
+        ):
+            under(*each, weights="0" * 16)
+    # Other heads, as many numbers.
+    with pytest.raises(ConfigError, match="a model with kv_heads 4, head_dim 4; take a file"):
+        under(*filters, kv_heads=4, head_dim=4)
+    with pytest.raises(ConfigError, match=r"numbers\.tsv does not say of which model it is"):
+        under(*heads, weights=3)
 
 
 def test_a_share_of_each_row_s_own_length(ragged):

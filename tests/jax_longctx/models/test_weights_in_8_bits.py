@@ -138,6 +138,12 @@ def test_every_matrix_of_a_layer_is_in_8_bits_and_nothing_else():
         )
     assert engine.fingerprint == engine_of(random_params(form="int8")).fingerprint
     assert engine.fingerprint != engine_of(random_params()).fingerprint
+    # In a narrower dtype and on a mesh too it is the same model, and with other weights another.
+    narrow = init_params(CONFIG, RunSpec(mesh=make_mesh(1, 2, 2), dtype="float32"), seed=5)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), narrow)
+    assert engine.identity == engine_of(narrow, make_mesh(1, 2, 2)).identity
+    assert engine.identity == engine_of(random_params()).identity
+    assert engine.identity != engine_of(init_params(CONFIG, RunSpec(), seed=6)).identity
 
 
 def test_the_checksum_of_weights_is_of_every_value_and_not_of_the_mesh():
