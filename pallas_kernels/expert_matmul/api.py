@@ -1,7 +1,7 @@
 """x[u] @ w[experts[u]]: blocks of rows, each times one of many matrices, which may be in 8 bits.
 
-Only matrices that a block chooses are read. Implementations: `xla` on every platform,
-`reference` for tests.
+Only matrices that a block chooses are read. Implementations: `xla` on every platform, `gpu`
+(Mosaic), `reference` for tests.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.expert_matmul import reference, xla
+from pallas_kernels.expert_matmul import gpu, reference, xla
 from pallas_kernels.plane import Plane, is_plane
 from pallas_kernels.quantised import coded
 
@@ -36,7 +36,7 @@ def expert_matmul(
       w: [E, D, N], an array or a `Plane`; or a `QuantisedMatrix` of either, which has a scale for
         each output of each matrix.
       experts: the matrix of each block.
-      implementation: "xla" or "reference"; None picks by platform and shape.
+      implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
 
     Raises:
       ValueError: the shapes or dtypes do not fit.
@@ -51,6 +51,7 @@ def expert_matmul(
         f"{x.dtype} blocks of {x.shape[1]} rows, {w.shape[0]} experts, {w.shape[1]} to "
         f"{w.shape[2]}" + ", weights in int8" * coded(w),
         xla=xla.expert_matmul,
+        gpu=dispatch.Kernel(gpu.expert_matmul, lambda: gpu.unsupported(x, w)),
         reference=reference.expert_matmul,
     )
     # All layers' matrices beside one another: no slice of a layer is made.

@@ -41,8 +41,8 @@ from jaxtyping import Float
 from pallas_kernels import hopper, hopper_bits
 from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
 
-# Tiles in flight, of 16 bits and of 8; elements of a tile, outputs of one where they are many, and
-# workers of a processor.
+# Tiles in flight, of 16 bits and of 8; elements of a tile at most, outputs of one where they are
+# many, and workers of a processor.
 _STAGES, _STAGES_8, _TILE, _WIDE, _WORKERS = 3, 5, 16384, 128, 2
 
 
@@ -53,9 +53,8 @@ def unsupported(x: Array | jax.ShapeDtypeStruct, w: AnyMatrix) -> str | None:
         return reason
     if x.dtype not in hopper.DTYPES:
         return f"wgmma takes bfloat16 and float16, not {x.dtype}"
-    depth = _TILE // hopper.ROWS
-    if w.shape[0] % depth or w.shape[1] % hopper.ROWS:
-        return f"{w.shape[0]} inputs are no multiple of {depth} or {w.shape[1]} outputs none of 64"
+    if w.shape[0] % hopper.ROWS or w.shape[1] % hopper.ROWS:
+        return f"{w.shape[0]} inputs or {w.shape[1]} outputs are no multiple of {hopper.ROWS}"
     return None
 
 
@@ -69,11 +68,8 @@ def row_matmul(
     # The rows of a tile fill lines of 128 bytes.
     wide = not outputs % _WIDE and (eight_bits or outputs // _WIDE >= hopper.processors())
     width, stages = _WIDE if wide else hopper.ROWS, _STAGES_8 if eight_bits else _STAGES
-    depth, tiles, padded = (
-        _TILE // width,
-        inputs * outputs // _TILE,
-        rows + -rows % hopper.TILE_ROWS,
-    )
+    depth = tile_depth(inputs, _TILE // width)
+    tiles, padded = inputs * outputs // (depth * width), rows + -rows % hopper.TILE_ROWS
     share = pl.cdiv(tiles, hopper.processors() * _WORKERS)
     # How many workers have tiles of each block of outputs, which has `steps`.
     steps = inputs // depth
@@ -99,13 +95,18 @@ def row_matmul(
     return (sums_RN * w.scales if isinstance(w, QuantisedMatrix) else sums_RN).astype(dtype)
 
 
+def tile_depth(inputs: int, most: int) -> int:
+    """Inputs of a tile: the most that divide all, in steps of 64; a copy has 256 at most."""
+    return max(n for n in range(64, min(most, 256) + 1, 64) if not inputs % n)
+
+
 def _kernel(*refs, share: int, interpreted: bool, w_ring, x_ring, ready) -> None:
     x_ref, w_ref, out_ref = refs
     worker = lax.axis_index("worker")
     stages, depth, width = w_ring.shape
     steps = w_ref.shape[0] // depth
     begin = worker * share
-    end = jnp.minimum(begin + share, w_ref.size // _TILE)
+    end = jnp.minimum(begin + share, w_ref.size // (depth * width))
 
     def copy(tile) -> None:
         slot = lax.rem(tile - begin, stages)
@@ -132,9 +133,7 @@ def _kernel(*refs, share: int, interpreted: bool, w_ring, x_ring, ready) -> None
 
     for ahead in range(min(stages, share)):
         pl.when(begin + ahead < end)(functools.partial(copy, begin + ahead))
-    sums, how = _sums, ()
-    if jnp.dtype(w_ref.dtype).itemsize == 1:
-        sums, how = _sums_of_8_bits, (x_ref.dtype, interpreted)
+    how = (width, x_ring.shape[1]), w_ref.dtype, x_ref.dtype, interpreted
 
     @pl.loop(lax.div(begin, steps), lax.div(end - 1, steps) + 1)
     def _block(block):
@@ -142,23 +141,32 @@ def _kernel(*refs, share: int, interpreted: bool, w_ring, x_ring, ready) -> None
         tiles = jnp.maximum(first, begin), jnp.minimum(first + steps, end)
         part = worker - lax.div(first, share)
         outputs = block * width
-        for found in sums(tiles, waited, go_on, (width, x_ring.shape[1]), *how):
+        for found in tile_sums(tiles, waited, go_on, *how):
             # Some outputs of a row lie in a thread, so that the transpose is stored as they lie.
             place = out_ref.at[part, :, pl.ds(outputs, found.shape[0])]
             hopper.store_little(found, place.transpose((1, 0)))
             outputs += found.shape[0]
 
 
-def _sums(
-    tiles: tuple[Array, Array], waited: Callable, go_on: Callable, shape: tuple[int, int]
+def tile_sums(
+    tiles: tuple[Array, Array],
+    waited: Callable,
+    go_on: Callable,
+    shape: tuple[int, int],
+    stored: Any,
+    dtype: Any,
+    interpreted: bool,
 ) -> list[Array]:
-    """The sums over the tiles, 64 outputs each.
+    """The sums over the tiles: 64 outputs each, or of 8 bits all together.
 
     Args:
       waited: gives a tile and the rows for it, once they are there.
       go_on: called with a tile that has been read.
       shape: outputs and rows.
+      stored: the dtype of the tiles; `dtype` is that of the rows.
     """
+    if jnp.dtype(stored).itemsize == 1:
+        return _sums_of_8_bits(tiles, waited, go_on, shape, dtype, interpreted)
 
     def summed(*sums) -> list[Array]:
         @pl.loop(*tiles)
@@ -185,8 +193,6 @@ def _sums_of_8_bits(
     dtype: Any,
     interpreted: bool,
 ) -> list[Array]:
-    """As `_sums`, all outputs together; `dtype` is that of the rows."""
-
     def multiply(tile, acc) -> Array:
         matrix, rows = waited(tile)
         matrix = hopper_bits.columns_of(matrix, dtype, interpreted)

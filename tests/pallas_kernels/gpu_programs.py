@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.expert_matmul import gpu as expert_gpu
 from pallas_kernels.page_scores import Best, Digests, SharedPages
 from pallas_kernels.quantised import quantise
 from pallas_kernels.quantised_matrix import quantise_matrix
@@ -48,6 +49,9 @@ def programs():
     listed_once = replace(listed, listed=pages.listed[:, :1], first=1)
     flat = replace(pages, listed=pages.listed[:, 1], heads=pages.listed[:, 0])
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
+    experts = jnp.stack([w] * 4), jnp.array([2, 0, 3]), jnp.int32(2)
+    experts_8 = quantise_matrix(experts[0], (1,)), *experts[1:]
+    many = jnp.zeros((3, 128, 512), jnp.bfloat16)
     choose = partial(pages_gpu.select_pages, size=20)
     shared_pages = SharedPages(Digests(k, v), bound)
     choose_shared = partial(shared_pages_gpu.select_pages, size=20, shared=shared_pages)
@@ -61,6 +65,9 @@ def programs():
         "decode": (decode, (one, *(jnp.tile(x, (1, 1, 6, 1)) for x in (k, v)), bound)),
         "decode-merged": (decode, (*heads, bound)),
         "decode-int8": (decode, (one, k8, v8, bound)),
+        "experts": (expert_gpu.expert_matmul, (rows[None], *experts)),
+        "experts-many-rows": (expert_gpu.expert_matmul, (many, *experts)),
+        "experts-of-8-bits": (expert_gpu.expert_matmul, (many, *experts_8)),
         "logits": (logits, (one, k, v, bound)),
         # As methods that rotate keys as they read hand them on.
         "logits-of-floats-beside-int8": (logits, (one, k, v8, bound)),

@@ -1,9 +1,13 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.expert_matmul import expert_matmul, reference
+from pallas_kernels import hopper
+from pallas_kernels.expert_matmul import expert_matmul, gpu, reference
 from pallas_kernels.quantised_matrix import quantise_matrix
 from tests.drawing import normal
 
@@ -35,6 +39,33 @@ def check(run, shape, dtype, form):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_any_platform(shape, dtype, form):
     check(jax.jit(expert_matmul), shape, dtype, form)
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("processors", [1, 3])
+@pytest.mark.quick("1-one row for all-None", "3-blocks of one matrix-int8", "3-large blocks-None")
+def test_the_kernel_interpreted(monkeypatch, processors, shape, form):
+    monkeypatch.setattr(hopper, "processors", lambda: processors)
+    interpreted = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+    check(jax.jit(partial(gpu.expert_matmul, interpret=interpreted)), shape, jnp.bfloat16, form)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *SHAPES.values(),
+        (1, 1, 2880, 2880, [0, 2, 1, 3, 4]),
+        (1, 8, 2048, 768, [4, 2, 1, 0]),
+        (4, 128, 2048, 1536, [0, 3, 3, 2]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_on_a_gpu(shape, dtype, form):
+    check(jax.jit(gpu.expert_matmul), shape, dtype, form)
 
 
 def test_what_does_not_fit_is_refused():

@@ -17,6 +17,7 @@ SHAPES = {
     "an odd number of rows": (3, 256, 320),
     "as many rows as fit": (MAX_ROWS, 256, 128),
     "many outputs": (1, 256, 1024),
+    "inputs in tiles of 192": (2, 960, 192),
 }
 # Layouts of registers, which the conversion of 8 bits asks for, have no meaning there.
 INTERPRETED = plgpu.InterpretGPUParams(inline_mgpu="ignore")
@@ -74,7 +75,9 @@ def test_the_kernel_interpreted(monkeypatch, shape, processors, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "shape", [*SHAPES.values(), (1, 4096, 28672), (8, 14336, 4096), (2, 2048, 3072)], ids=str
+    "shape",
+    [*SHAPES.values(), (1, 4096, 28672), (8, 14336, 4096), (2, 2048, 3072), (1, 2880, 2880)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_on_a_gpu(shape, dtype, form):
@@ -91,5 +94,5 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     assert "not float32" in gpu.unsupported(x, w)
     x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     assert gpu.unsupported(x, w) is None
-    assert "none of 64" in gpu.unsupported(x, w[:, :-1])
-    assert "no multiple of 256" in gpu.unsupported(x[:, :384], w[:384])
+    assert "191 outputs are no multiple of 64" in gpu.unsupported(x, w[:, :-1])
+    assert "480 inputs or" in gpu.unsupported(x[:, :480], w[:480])
