@@ -183,7 +183,7 @@ def _linear_rate(shape: Shape, runs: int) -> float:
     engine = shape.engine(make_method("full", {}), 2)
     shards, rows = shape.mesh.shape["seq"], shape.mesh.shape["data"]
 
-    def attend(q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
+    def attend(q: Any, k: Any, v: Any, cache: Any, *_: Any) -> tuple[Any, Any]:
         # The output needs keys and values, so they are computed too.
         return q + jnp.mean(k + v, axis=2, keepdims=True).astype(q.dtype), cache
 

@@ -8,6 +8,7 @@ from jax_longctx.bench import prefill, timing
 from jax_longctx.bench.asked import Prefill
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.methods import make_method
+from jax_longctx.models import presets
 from jax_longctx.run_spec import RunSpec
 from tests.jax_longctx.bench.conftest import bench, measured
 from tests.patience import patience
@@ -21,6 +22,17 @@ def tiny_preset(tiny_shape, monkeypatch):
 ASKED = ("prefill", "--model", "tiny")
 # On one device, once.
 ONE = ("--mesh", "seq=1", "--runs", 1, "--chunk", 64)
+
+
+@pytest.mark.slow
+def test_a_model_with_sinks_and_experts_is_timed(tiny_shape, monkeypatch):
+    shape = {**presets.PRESETS["gpt-oss-20b"], **tiny_shape, "num_local_experts": 4}
+    for key in ("model_type", "architectures", "rope_parameters", "max_position_embeddings"):
+        shape[key] = presets.PRESETS["gpt-oss-20b"][key]
+    shape |= {"head_dim": 8, "layer_types": shape["layer_types"][:2], "sliding_window": 32}
+    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+    (row,) = measured(*ASKED, "-m", "full", "--case", 256, *ONE)["rows"]
+    assert row["first_token"] > 0
 
 
 @pytest.mark.thorough
