@@ -6,6 +6,11 @@ them where there are few pieces. The workers, two blocks of threads on each proc
 in turn, and the copies of a worker's next tiles are under way over the borders of its pieces. How
 many pieces there are follows from the blocks that are used. The sums over the parts of the inputs
 and the scales of 8 bits are applied outside.
+
+Roofline: the bytes of the chosen matrices; of large blocks the products. On an H200 a step of
+gpt-oss-20b's shape over 32,768 tokens takes 3.45 ms, with XLA's form 18.86; of Qwen3-30B-A3B's in
+int8 4.31 and 11.36, with eight rows over 8,192 tokens 6.24 and 26.28. That reads 32,768 tokens in
+1.18 s, with XLA's form in 8.65.
 """
 
 import functools
