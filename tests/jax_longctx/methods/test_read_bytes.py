@@ -51,5 +51,5 @@ BOUNDED = f"{PAGES} digest=bounds"
     ],
 )
 def test_a_step_reads(name, settings, length, expected):
-    method = made(name, settings).of_layer(SHAPE.layer, SHAPE.num_layers)
+    method = made(name, settings).of_layer(0, 1)
     assert method.read_bytes(method.init_cache(SHAPE), length) == expected
