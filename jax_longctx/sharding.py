@@ -114,11 +114,23 @@ def weight_sharding(
     As `logical_sharding`, and over `seq` along its axis of `OVER_SEQ`. Where that axis does not
     divide, the weight stays whole on each shard of `seq` (see `undivided`).
     """
+    spec = weight_spec(mesh, axes, shape)
+    return NamedSharding(mesh, spec if mesh.size > 1 else PartitionSpec())
+
+
+def weight_spec(mesh: AnyMesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """The mesh axes of each axis of `weight_sharding`, on one device too."""
     spec = [*logical_spec(axes)]
     for index, (name, size) in enumerate(zip(axes, shape, strict=True)):
         if name in OVER_SEQ and not undivided(mesh, **{name: size}):
             spec[index] = "seq" if spec[index] is None else (spec[index], "seq")
-    return NamedSharding(mesh, PartitionSpec(*spec) if mesh.size > 1 else PartitionSpec())
+    return PartitionSpec(*spec)
+
+
+def mesh_axes(mesh: AnyMesh, spec: Sequence[Any]) -> tuple[str, ...]:
+    """The axes of several shards that divide an array's axes of this spec."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    return tuple(name for part in parts for name in part if name and mesh.shape[name] > 1)
 
 
 def undivided(mesh: AnyMesh, **sizes: int) -> list[str]:

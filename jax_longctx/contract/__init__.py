@@ -1,8 +1,10 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
 from jax_longctx.contract.context import (
+    PLACES,
     QKV,
     STRIPE,
+    WEIGHT_PLACES,
     LayerContext,
     OwnSlots,
     SlotLayout,
@@ -41,9 +43,11 @@ __all__ = [
     "CHUNK_ROWS",
     "ENDS",
     "INSTRUCTION_ROWS",
+    "PLACES",
     "QKV",
     "REGISTERED",
     "STRIPE",
+    "WEIGHT_PLACES",
     "Attended",
     "CacheShape",
     "Feed",

@@ -19,7 +19,7 @@ outside of this module knows the layout. `SlotLayout` has what is done to whole 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,15 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.contract.merging import Attended, merge_way
+from jax_longctx.contract.merging import Attended, by_gather, by_sum, merge_way
 from jax_longctx.models.rope import RopeConfig
 from pallas_kernels.common import Scale
 from pallas_kernels.dispatch import platform
+from pallas_kernels.peers import AllPeers, gather_over, sum_over
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 # An attention's output and log-sum-exp, and the cache with the new tokens.
 WithCache = tuple[Attended, Any]
+
+# Places of `pallas_kernels.peers` of a layer's weights, by their first axis, and of all of a layer.
+WEIGHT_PLACES, PLACES = ("embed", "heads", "mlp"), 12
 
 # Slots of a stripe: pages divide it, kernels tile by it, and shards hold a multiple of it.
 STRIPE = 128
@@ -206,6 +210,8 @@ class LayerContext:
       divided: whether the slots are divided over the shards; if not, each shard has all of them.
       output: in `attend`, but not of a decode step, the layer's output projection of this shard's
         heads, where the method `wants_output`.
+      peers: what few numbers go through to the other shards.
+      places: the places of `peers` that are left.
     """
 
     scale: Scale
@@ -216,6 +222,10 @@ class LayerContext:
     sinks: Float[Array, " N"] | None = None
     divided: bool = True
     output: Float[Array, "N H D"] | None = None
+    peers: AllPeers = dataclasses.field(default_factory=dict)
+    places: Iterator[int] = dataclasses.field(
+        default_factory=lambda: iter(range(len(WEIGHT_PLACES), PLACES)), compare=False
+    )
 
     def undivided(self) -> "LayerContext":
         """The same, for slots that are whole on every shard."""
@@ -288,7 +298,7 @@ class LayerContext:
 
     def psum_heads(self, x: Array) -> Array:
         """Sum over the shards of the heads; `x` is each shard's sum over its own heads."""
-        return jax.lax.psum(x, "tensor")
+        return sum_over(("tensor",), x, self.peers, next(self.places, None))
 
     def gather_heads(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the heads."""
@@ -322,7 +332,9 @@ class LayerContext:
 
     def psum_seq(self, x: Array) -> Array:
         """Sum over the shards of the slots."""
-        return jax.lax.psum(x, "seq") if self.seq_size > 1 else x
+        if self.seq_size == 1:
+            return x
+        return sum_over(("seq",), x, self.peers, next(self.places, None))
 
     def pmax_seq(self, x: Array) -> Array:
         """Maximum over the shards of the slots."""
@@ -333,7 +345,10 @@ class LayerContext:
 
         Along an axis of slots or pages that is not the text's order; see `OwnSlots.whole`.
         """
-        return jax.lax.all_gather(x, "seq", axis=axis, tiled=True) if self.seq_size > 1 else x
+        if self.seq_size == 1:
+            return x
+        every, axis = jnp.moveaxis(self._gathered(x), 0, axis % x.ndim), axis % x.ndim
+        return every.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     @property
     def seq_index(self) -> Int[Array, ""]:
@@ -356,7 +371,13 @@ class LayerContext:
         """Each shard's partial attention over its own slots, merged; the same on every shard."""
         if self.seq_size == 1:
             return out, lse
-        return merge_way(lse.size, out.shape[-1], out.dtype.itemsize, self.seq_size)(out, lse)
+        if merge_way(lse.size, out.shape[-1], out.dtype.itemsize, self.seq_size) is by_sum:
+            return by_sum(out, lse)
+        return by_gather(out, lse, self._gathered)
+
+    def _gathered(self, x: Array) -> Array:
+        """[S, ...] of all shards of the slots."""
+        return gather_over("seq", x, self.peers, next(self.places, None))
 
 
 def rope_angles(

@@ -75,8 +75,13 @@ def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended
     return merged.astype(out.dtype), jnp.where(total > 0, safe + jnp.log(total), -jnp.inf)
 
 
-def by_gather(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:
-    """One all-gather; `out` travels in its own dtype."""
+def by_gather(
+    out: Float[Array, "B T N H"],
+    lse: Float[Array, "B T N"],
+    gather: Callable[[Array], Array] | None = None,
+) -> Attended:
+    """One all-gather, by a function that gives all shards' arrays; `out` travels in its dtype."""
+    gather = gather or (lambda x: jax.lax.all_gather(x, "seq"))
     width = out.shape[-1]
     # Bits, not numbers: the halves of a float32 may look like a NaN that a copy would quieten.
     word = jnp.uint32 if out.dtype.itemsize == 4 else jnp.uint16
@@ -84,7 +89,7 @@ def by_gather(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Atten
     bits_lse = jax.lax.bitcast_convert_type(lse, word).reshape(*lse.shape, -1)  # [B, T, N, 1 or 2]
     packed = jnp.concatenate([bits_out, bits_lse], axis=-1)
     parts = []
-    for bits in jax.lax.all_gather(packed, "seq"):
+    for bits in gather(packed):
         halves = bits[..., width:].reshape(bits_lse.shape if word == jnp.uint16 else lse.shape)
         part = jax.lax.bitcast_convert_type(bits[..., :width], out.dtype)
         parts.append((part, jax.lax.bitcast_convert_type(halves, jnp.float32)))

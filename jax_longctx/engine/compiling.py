@@ -35,6 +35,7 @@ IN_PLACE: dict[str, Any] = {"keep_unused": True}
 # products several times, and copy caches that are written in place.
 # To choose how a fusion is compiled, XLA would run it with inputs and outputs of its own: one that
 # writes a token into all layers' caches takes twice their bytes, which need not be free.
+_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,
@@ -45,9 +46,14 @@ LOOPED: dict[str, Any] = {
         # XLA's own kernels are launched while those before them end, and wait within.
         "xla_gpu_enable_pdl": True,
         "xla_gpu_enable_pdl_launch": True,
-        "xla_gpu_enable_command_buffer": (
-            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-        ),
+        "xla_gpu_enable_command_buffer": _GRAPHS,
+    }
+}
+# The same of decode steps: those on several devices are a graph with their collectives.
+STEPPED: dict[str, Any] = {
+    "compiler_options": {
+        **LOOPED["compiler_options"],
+        "xla_gpu_enable_command_buffer": f"{_GRAPHS},COLLECTIVES",
     }
 }
 # JAX's events around tracing, lowering and compiling, or reading a compiled program.

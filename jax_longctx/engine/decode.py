@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import Method, decode_segment
-from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, is_listing, program
+from jax_longctx.engine.compiling import IN_PLACE, STEPPED, Program, is_listing, program
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.sampling import (
     Choices,
@@ -191,7 +191,7 @@ def _decode_block(
 
 
 # All layers, and all steps, as one program.
-decode_block = Program(_decode_block, static=(0,), donate_argnums=(2, 3), **IN_PLACE, **LOOPED)
+decode_block = Program(_decode_block, static=(0,), donate_argnums=(2, 3), **IN_PLACE, **STEPPED)
 
 
 def _pending(

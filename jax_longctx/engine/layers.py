@@ -36,8 +36,11 @@ from jax_longctx.sharding import (
     leaf_fields,
     logical_sharding,
     logical_spec,
+    mesh_axes,
     tree_specs,
+    weight_spec,
 )
+from pallas_kernels.peers import AllPeers, apart
 from pallas_kernels.plane import Plane, is_plane, put, written
 from pallas_kernels.quantised_matrix import floats_of
 
@@ -65,11 +68,12 @@ def hidden_states(
             x_BTD, cache = _through_layer(setup, layer, weights, x_BTD, cache, segment, total)
             updated.append(cache)
         return _normed(ends, ends_params, x_BTD), tuple(updated)
+    peers = setup.peers(x_BTD.shape[0] * x_BTD.shape[1])
     while each:
         first, _, cache = each[0]
         turn = cache.step if isinstance(cache, Stacked) else 1
         taking, each = each[:turn], each[turn:]
-        passes = [LayerPass(setup, layer, segment, total) for _, layer, _ in taking]
+        passes = [LayerPass(setup, layer, segment, total, peers) for _, layer, _ in taking]
         runs = [cache if isinstance(cache, Stacked) else _alone(cache) for _, _, cache in taking]
         x_BTD, runs = _through_runs(passes, layers, first, x_BTD, runs)
         for run, (_, _, cache) in zip(runs, taking, strict=True):
@@ -95,13 +99,36 @@ def _embedded(
     placed = jax.lax.with_sharding_constraint
     tokens = placed(tokens, logical_sharding(mesh, ("batch", axis)))
     if axis is None or mesh.shape["seq"] == 1:
-        return ends_of(config, params).embedded(tokens)
+        rows_of = functools.partial(_rows_of_table, mesh)
+        return ends_of(config, params).embedded(tokens, rows_of)
     if gathers_weights(config, mesh, _tokens_of_a_shard(mesh, tokens)):
         return ends_of(config, gathered_ends(config, mesh, params)).embedded(tokens)
     x_BTD = ends_of(config, params).embedded(
         placed(tokens, logical_sharding(mesh, ("batch", None)))
     )
     return placed(x_BTD, logical_sharding(mesh, ("batch", axis, None)))
+
+
+def _rows_of_table(
+    mesh: AnyMesh, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """The tokens' rows of a table that is divided over devices, which the one that has it sends.
+
+    For one token XLA would gather the whole table.
+    """
+    spec = weight_spec(mesh, ("vocab", "embed"), table.shape)
+    axes = mesh_axes(mesh, [*spec])
+    if not axes:
+        return table[tokens]
+
+    def own(table: Array, tokens: Array) -> Array:
+        local = tokens - jax.lax.axis_index(axes) * table.shape[0]
+        there = (local >= 0) & (local < table.shape[0])
+        rows = table[jnp.where(there, local, 0)]
+        return jax.lax.psum(jnp.where(there[..., None], rows, 0), axes)
+
+    how = {"in_specs": (spec, BATCH), "out_specs": BATCH, "check_vma": False}
+    return jax.shard_map(own, mesh=mesh, **how)(table, tokens)
 
 
 @program(
@@ -129,6 +156,7 @@ class LayerPass:
 
     Attributes:
       total: each row's total length, as rotary embedding sees it.
+      peers: of `Setup.peers`.
       handed_on: after a layer was traced, the numbers of its cache's arrays that the method did not
         change.
     """
@@ -137,6 +165,7 @@ class LayerPass:
     layer: Layer
     segment: Segment
     total: Int[Array, " B"]
+    peers: AllPeers = dataclasses.field(default_factory=dict)
     handed_on: set[int] = dataclasses.field(default_factory=set)
 
     def through(
@@ -144,7 +173,7 @@ class LayerPass:
     ) -> tuple[Float[Array, "B T D"], Any]:
         """A layer with these weights, over a cache whose arrays are sharded as `specs` say."""
         config, mesh = self.setup.config, self.setup.mesh
-        products = self.setup.products(x.shape[0] * x.shape[1])
+        products = self.setup.products(x.shape[0] * x.shape[1], self.peers)
         if self.segment.spread and mesh.shape["seq"] > 1:
             if gathers_weights(config, mesh, _tokens_of_a_shard(mesh, x)):
                 weights = gathered_layer(config, mesh, weights)
@@ -165,21 +194,21 @@ class LayerPass:
         Args:
           own: the specs of the cache, and the output projection where the method wants it.
         """
-        (specs, output), axis = own, self.segment.token_axis
+        (specs, output), axis, away = own, self.segment.token_axis, apart(self.setup.mesh)
         heads = logical_spec(("batch", axis, "heads", None))
         kv_heads = logical_spec(("batch", axis, "kv_heads", None))
         in_specs = ((heads, kv_heads, kv_heads), specs, tree_specs(self.segment), BATCH)
-        in_specs += ((logical_spec(("heads",)), logical_spec(("heads", None, None))),)
+        in_specs += ((logical_spec(("heads",)), logical_spec(("heads", None, None)), away),)
         run = self.setup.shard_map(self._attend_here, in_specs, (heads, specs))
-        return run((q, k, v), cache, self.segment, self.total, (sinks, output))
+        return run((q, k, v), cache, self.segment, self.total, (sinks, output, self.peers))
 
     def _attend_here(
-        self, new: QKV, cache: Any, segment: Segment, total: Array, weights: tuple[Any, Any]
+        self, new: QKV, cache: Any, segment: Segment, total: Array, others: tuple[Any, ...]
     ) -> tuple[Array, Any]:
-        """`attend` over a device's part of heads and slots, and the heads' sinks and outputs."""
-        sinks, output = weights
+        """`attend` over a device's part of heads and slots, and what `LayerContext` has."""
+        sinks, output, peers = others
         ctx = self.setup.layer_context(self.layer, total)
-        ctx = dataclasses.replace(ctx, sinks=sinks, output=output)
+        ctx = dataclasses.replace(ctx, sinks=sinks, output=output, peers=peers)
         (out, lse), after = self.layer.method.attend(new, cache, segment, ctx)
         if sinks is not None:
             out = with_sinks(out, lse, sinks)

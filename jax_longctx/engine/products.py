@@ -1,18 +1,27 @@
 """How a layer's hidden states are multiplied with its weights, on a mesh and on one GPU."""
 
 import dataclasses
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from jax_longctx.contract import WEIGHT_PLACES
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import Norm, Products, rms_factor, sums_of_squares
-from jax_longctx.sharding import AnyMesh, ParamInfo, weight_sharding
+from jax_longctx.models.llama import Norm, Products, parts_info, rms_factor, sums_of_squares
+from jax_longctx.sharding import (
+    AnyMesh,
+    ParamInfo,
+    info_of,
+    logical_spec,
+    mesh_axes,
+    weight_sharding,
+    weight_spec,
+)
+from pallas_kernels.peers import AllPeers, apart, gather_over, row_matmul_over
 from pallas_kernels.quantised_matrix import AnyMatrix, matrix_of
 from pallas_kernels.row_matmul import row_matmul
 
@@ -60,30 +69,71 @@ def gathers_weights(config: ModelConfig, mesh: AnyMesh, tokens: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FewRows(Products):
-    """Products of at most `MAX_ROWS` rows by the kernel `row_matmul`, on one GPU."""
+    """Products of at most `MAX_ROWS` rows a device by the kernel `row_matmul`, on GPUs.
+
+    Each device multiplies with its own part of the weights, as in `Divided`.
+
+    Attributes:
+      peers: what sums and gathers over axes of the mesh go through (`Setup.peers`).
+    """
 
     mesh: AnyMesh
+    peers: AllPeers = dataclasses.field(default_factory=dict, compare=False)
 
-    def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
-        return self._product(x, w, axes, x.dtype)
+    def weight_spec(self, info: ParamInfo) -> PartitionSpec:
+        return weight_spec(self.mesh, info.axes, info.shape)
 
-    def normed(self, norm: Norm | None, x: Array, w: AnyMatrix) -> Array:
+    def of(self, x: Array, weight: nnx.Param, axes: int = 1) -> Array:
+        return self._product(x, weight, axes)
+
+    def normed(self, norm: Norm | None, x: Array, weight: nnx.Param) -> Array:
         gain = None if norm is None else norm.gain
         if x.dtype == jnp.float16 or norm is None or gain is None:
             # float16 may not hold a product of the scale and x without the norm.
-            return super().normed(norm, x, w)
+            return super().normed(norm, x, weight)
         # The norm's factor is applied after the product, so that the product need not wait for it.
         # Without the barrier XLA would fuse the residual sums into the factor's reduction, which
         # runs in one block of threads.
         squares = sums_of_squares(jax.lax.optimization_barrier(x))
-        y = self._product((gain * x).astype(x.dtype), w, 1, jnp.float32)
         factor = rms_factor(squares, x.shape[-1], norm.eps)
-        return (y * factor.reshape(*x.shape[:2], *[1] * (y.ndim - 2))).astype(x.dtype)
+        return self._product((gain * x).astype(x.dtype), weight, 1, factor)
 
-    def _product(self, x: Array, w: AnyMatrix, axes: int, dtype: Any) -> Array:
-        rows, inputs = x.shape[0] * x.shape[1], math.prod(x.shape[2:])
-        how = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
-        multiply = functools.partial(row_matmul, dtype=dtype)
-        run = jax.shard_map(multiply, mesh=self.mesh, **how)
-        y = run(x.reshape(rows, inputs), matrix_of(w, inputs))
-        return y.reshape(*x.shape[:2], *w.shape[axes:])
+    def _product(
+        self, x: Array, weight: nnx.Param, axes: int, factor: Array | None = None
+    ) -> Array:
+        """The product times `factor` [B,T,1], in x's dtype."""
+        w, info = weight[...], info_of(weight)
+        spec = self.weight_spec(info)
+        summed, out = mesh_axes(self.mesh, spec[:axes]), [*spec[axes:]]
+        # Attention needs whole heads.
+        whole = info.axes[-1] == "head_dim" and bool(mesh_axes(self.mesh, spec[-1:]))
+        if whole:
+            out[-1] = None
+
+        def multiply(x: Array, w: AnyMatrix, factor: Array | None, peers: AllPeers) -> Array:
+            rows, inputs = x.shape[0] * x.shape[1], math.prod(x.shape[2:])
+            given = x.reshape(rows, inputs), matrix_of(w, inputs)
+            if summed:
+                y = row_matmul_over(summed, *given, peers, WEIGHT_PLACES.index(info.axes[0]))
+            else:
+                y = row_matmul(*given, dtype=x.dtype if factor is None else jnp.float32)
+            y = y.reshape(*x.shape[:2], *w.shape[axes:])
+            if factor is not None:
+                y = y * factor.reshape(*x.shape[:2], *[1] * (y.ndim - 2))
+            y = y.astype(x.dtype)
+            if whole:
+                y = jnp.moveaxis(gather_over("seq", y, peers, WEIGHT_PLACES.index("embed")), 0, -2)
+                y = y.reshape(*y.shape[:-2], -1)
+            return y
+
+        rows = logical_spec(("batch", None))
+        specs = jax.tree.map(self.weight_spec, parts_info(w, info))
+        in_specs = PartitionSpec(*rows, *spec[:axes]), specs, rows, apart(self.mesh)
+        run = jax.shard_map(
+            multiply,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=PartitionSpec(*rows, *out),
+            check_vma=False,
+        )
+        return run(x, w, factor, self.peers)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.contract import Segment, decode_segment
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket, fetched_of
-from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
+from jax_longctx.engine.compiling import IN_PLACE, STEPPED, Program, program
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.prefill import Live, finish_question, prefill_text, run_segment
@@ -324,7 +324,7 @@ def _forced_block(
 
 
 # All layers, and all steps, as one program.
-forced_block = Program(_forced_block, static=(0, 6), donate_argnums=2, **IN_PLACE, **LOOPED)
+forced_block = Program(_forced_block, static=(0, 6), donate_argnums=2, **IN_PLACE, **STEPPED)
 
 
 @program(static=(0,))

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_longctx.contract import (
+    PLACES,
     STRIPE,
     Feed,
     LayerContext,
@@ -37,6 +38,7 @@ from jax_longctx.parts.sliding_window import SLIDING_WINDOW
 from jax_longctx.settings import Offload, StoredForm
 from jax_longctx.sharding import AnyMesh, logical_spec, numbers_of_layers
 from pallas_kernels.common import Capped
+from pallas_kernels.peers import AllPeers, meet
 from pallas_kernels.quantised import empty
 from pallas_kernels.row_matmul import MAX_ROWS
 
@@ -128,11 +130,26 @@ class Setup:
         """Its part that does not depend on the method."""
         return Ends(self.config, self.mesh, self.dtype)
 
-    def products(self, rows: int) -> Products:
+    def few(self, rows: int) -> bool:
+        """Whether this many rows are multiplied by the kernel for few on each device."""
+        return self.platform == "gpu" and rows <= MAX_ROWS * self.mesh.shape["data"]
+
+    def peers(self, rows: int) -> AllPeers:
+        """What devices exchange so many rows' few numbers through; empty where XLA does."""
+        if not self.few(rows):
+            return {}
+        config, mesh = self.config, self.mesh
+        axes = tuple(name for name in ("tensor", "seq") if mesh.shape[name] > 1)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        # Hidden states in float32; queries, keys and values, or outputs and log-sum-exps.
+        row = max(config.model_dim, heads * (config.head_dim + 4))
+        groups = {axes, *[("seq",)] * ("seq" in axes)}
+        return meet(mesh, groups, -(-rows // mesh.shape["data"]) * row, PLACES)
+
+    def products(self, rows: int, peers: AllPeers) -> Products:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
-        few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
-        if few:
-            return FewRows(self.mesh)
+        if self.few(rows):
+            return FewRows(self.mesh, peers=peers)
         return (Divided if self.mesh.shape["seq"] > 1 else Products)(self.mesh)
 
     @property

@@ -14,6 +14,7 @@ Parameters are nested dicts (`models.params`). The engine runs the layers one by
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,10 +29,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.families import NORM_PLACES
 from jax_longctx.sharding import AnyMesh, ParamInfo, info_of, logical_sharding, logical_spec, param
 from pallas_kernels.plane import Plane, is_plane, part_of
-from pallas_kernels.quantised_matrix import (
-    AnyMatrix,
-    QuantisedMatrix,
-)
+from pallas_kernels.quantised_matrix import QuantisedMatrix
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
 Attend = Callable[..., tuple[Array, Any]]
@@ -145,13 +143,14 @@ class Products:
     mesh: AnyMesh | None
     spread: bool = False
 
-    def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
-        """The last axes of x with as many first ones of w."""
+    def of(self, x: Array, weight: nnx.Param, axes: int = 1) -> Array:
+        """The last axes of x with as many first ones of the weight, a matrix."""
+        w = weight[...]
         return jnp.tensordot(x, w, axes) if isinstance(w, jax.Array) else w.product(x, axes)
 
-    def normed(self, norm: Norm | None, x: Array, w: AnyMatrix) -> Array:
+    def normed(self, norm: Norm | None, x: Array, weight: nnx.Param) -> Array:
         """The last axis of x, normed if there is a norm, with the first one of w."""
-        return self.of(self.entering(norm, x), w)
+        return self.of(self.entering(norm, x), weight)
 
     def entering(self, norm: Norm | None, x: Array) -> Array:
         """x, normed if there is a norm, as several weights are multiplied with it."""
@@ -194,7 +193,7 @@ class Products:
 
         specs = {
             name: jax.tree.map(
-                spec, array, _parts_info(array, info_of(weights[name])), is_leaf=is_plane
+                spec, array, parts_info(array, info_of(weights[name])), is_leaf=is_plane
             )
             for name, array in arrays.items()
         }
@@ -265,7 +264,7 @@ class Attention(nnx.Module):
     ) -> tuple[Array, Array, Array]:
         """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
-            new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
+            new_BTKXH = products.normed(norm, x_BTD, self.qkv)
             new_BTKXH = products.placed(new_BTKXH, "batch", None, "kv_heads", None, "head_dim")
             new_BTKXH = products.placed(new_BTKXH, "batch", "tokens", "kv_heads", None, None)
             q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
@@ -278,9 +277,9 @@ class Attention(nnx.Module):
                     *("batch", "tokens", heads, None),
                 )
                 for w, heads in (
-                    (self.q[...], "heads"),
-                    (self.k[...], "kv_heads"),
-                    (self.v[...], "kv_heads"),
+                    (self.q, "heads"),
+                    (self.k, "kv_heads"),
+                    (self.v, "kv_heads"),
                 )
             )
         if self.config.qkv_bias:
@@ -294,7 +293,7 @@ class Attention(nnx.Module):
     def output(self, out_BTNH: Array, products: Products) -> Array:
         """What is added to the hidden states, [B,T,D]."""
         out_BTNH = products.placed(out_BTNH, "batch", None, "heads", "head_dim")
-        product = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", "tokens", None)
+        product = products.placed(products.of(out_BTNH, self.o, 2), "batch", "tokens", None)
         return product + self.o_bias[...] if self.config.o_bias else product
 
 
@@ -322,17 +321,17 @@ class MLP(nnx.Module):
     def __call__(self, norm: Norm | None, x_BTD: Array, products: Products) -> Array:
         """What is added to the hidden states, [B,T,D]: the output for the normed x."""
         if self.joined:
-            both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
+            both_BTCF = products.normed(norm, x_BTD, self.gate_up)
             gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         else:
             normed_BTD = products.entering(norm, x_BTD)
-            gate_BTF = products.of(normed_BTD, self.gate[...])
-            up_BTF = products.of(normed_BTD, self.up[...])
+            gate_BTF = products.of(normed_BTD, self.gate)
+            up_BTF = products.of(normed_BTD, self.up)
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
         gated_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
         gated_BTF = products.placed(gated_BTF, "batch", None, "mlp")
-        product = products.placed(products.of(gated_BTF, self.down[...]), "batch", "tokens", None)
+        product = products.placed(products.of(gated_BTF, self.down), "batch", "tokens", None)
         return product + self.down_bias[...] if self.bias else product
 
 
@@ -365,7 +364,7 @@ class ExpertMLP(nnx.Module):
     def __call__(self, norm: Norm | None, x_BTD: Array, products: Products) -> Array:
         """What is added to the hidden states, [B,T,D]: the output for the normed x."""
         normed_BTD = products.entering(norm, x_BTD)
-        logits_BTE = products.of(normed_BTD, self.router[...])
+        logits_BTE = products.of(normed_BTD, self.router)
         if self.bias:
             logits_BTE = logits_BTE + self.router_bias[...]
         choice = experts.choose(self.mixture, logits_BTE)
@@ -440,10 +439,12 @@ class Llama(nnx.Module):
         if not config.tie_embeddings:
             self.head = Embedding(config)
 
-    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the first layer is given."""
+    def embedded(
+        self, tokens: Int[Array, "B T"], rows_of: Callable[[Array, Array], Array] = operator.getitem
+    ) -> Float[Array, "B T D"]:
+        """What the first layer is given; `rows_of(table, tokens)` are rows of the table."""
         with jax.named_scope("embed"):
-            x_BTD = self.embed.table[...][tokens]
+            x_BTD = rows_of(self.embed.table[...], tokens)
             scale = self.config.embed_scale
             return x_BTD if scale is None else x_BTD * scale
 
@@ -511,12 +512,12 @@ def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
 
     placed = {}
     for path, array in traverse_util.flatten_dict(params).items():
-        placed[path] = jax.tree.map(gathered, part_of(array), _parts_info(array, infos[path]))
+        placed[path] = jax.tree.map(gathered, part_of(array), parts_info(array, infos[path]))
     return traverse_util.unflatten_dict(placed)
 
 
-def _parts_info(array: Any, info: ParamInfo) -> Any:
-    """Of the parts of a parameter in this form."""
+def parts_info(array: Any, info: ParamInfo) -> Any:
+    """Of the parts of a parameter in this form, each its `ParamInfo`."""
     if isinstance(array, QuantisedMatrix):
         return QuantisedMatrix(info, info.of_scales, array.dtype)
     return info

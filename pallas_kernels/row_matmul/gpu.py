@@ -28,7 +28,7 @@ over 4,096 tokens takes 3.20 ms with int8 weights, with XLA's form 17.1; of 16 r
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels import hopper, hopper_bits
 from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
@@ -62,6 +62,39 @@ def row_matmul(
     x: Float[Array, "R D"], w: AnyMatrix, *, dtype: Any, interpret: Any = None
 ) -> Float[Array, "R N"]:
     """See the public function."""
+    parts = row_parts(x, w, interpret=interpret)
+    # Parts that were not written may hold anything.
+    some = np.arange(parts.array.shape[0])[:, None, None] < parts.found()
+    sums_RN = jnp.sum(jnp.where(some, parts.array[:, : parts.rows], 0), axis=0)
+    return (sums_RN * w.scales if isinstance(w, QuantisedMatrix) else sums_RN).astype(dtype)
+
+
+class Parts(NamedTuple):
+    """Parts of the sums of a product, before scales of 8 bits.
+
+    Attributes:
+      array: [P, R8, N] in float32: of some rows more.
+      rows: of the product.
+      width: outputs of a block, of each of which as many parts were written.
+      steps: tiles of a block.
+      share: tiles of a worker.
+    """
+
+    array: Float[Array, "P R8 N"]
+    rows: int
+    width: int
+    steps: int
+    share: int
+
+    def found(self) -> Int[np.ndarray, " N"]:
+        """How many parts of each output were written."""
+        first = np.arange(self.array.shape[2] // self.width) * self.steps
+        last = first + self.steps - 1
+        return np.repeat(last // self.share - first // self.share + 1, self.width)
+
+
+def row_parts(x: Float[Array, "R D"], w: AnyMatrix, *, interpret: Any = None) -> Parts:
+    """x @ w as the kernel leaves it."""
     (rows, _), (inputs, outputs) = x.shape, w.shape
     eight_bits = isinstance(w, QuantisedMatrix)
     stored = w.values if isinstance(w, QuantisedMatrix) else w
@@ -71,13 +104,12 @@ def row_matmul(
     depth = tile_depth(inputs, _TILE // width)
     tiles, padded = inputs * outputs // (depth * width), rows + -rows % hopper.TILE_ROWS
     share = pl.cdiv(tiles, hopper.processors() * _WORKERS)
-    # How many workers have tiles of each block of outputs, which has `steps`.
+    # Workers have tiles of each block of outputs, which has `steps`.
     steps = inputs // depth
-    first = np.arange(outputs // width) * steps
-    found = (first + steps - 1) // share - first // share + 1
+    most = max(-(-(at + steps) // share) - at // share for at in range(0, tiles, steps))
     kernel = plgpu.kernel(
         functools.partial(_kernel, share=share, interpreted=interpret is not None),
-        out_type=jax.ShapeDtypeStruct((int(found.max()), padded, outputs), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((most, padded, outputs), jnp.float32),
         scratch_types=dict(
             w_ring=hopper.tiled(stages, depth, width, dtype=stored.dtype),
             x_ring=hopper.tiled(stages, padded, depth, dtype=x.dtype),
@@ -88,11 +120,7 @@ def row_matmul(
         interpret=interpret,
         kernel_name="row_matmul",
     )
-    parts_PRN = kernel(hopper.whole_rows(x, interpret)[0], stored)
-    # Parts that were not written may hold anything.
-    some = np.arange(found.max())[:, None, None] < np.repeat(found, width)
-    sums_RN = jnp.sum(jnp.where(some, parts_PRN[:, :rows], 0), axis=0)
-    return (sums_RN * w.scales if isinstance(w, QuantisedMatrix) else sums_RN).astype(dtype)
+    return Parts(kernel(hopper.whole_rows(x, interpret)[0], stored), rows, width, steps, share)
 
 
 def tile_depth(inputs: int, most: int) -> int:

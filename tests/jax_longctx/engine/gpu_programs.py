@@ -1,10 +1,10 @@
-"""Compiles methods' programs for one H200 that need not be there, and prints what they hold.
+"""Compiles methods' programs for H200s that need not be there, and prints what they hold.
 
 `python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
-`weights`, `offload`, `rows`, `turn`, `model`, `context` and `only`, in a process that finds JAX's
-CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each
-program, or for those of the kind that `only` names; with `rows` for the step of rows that share a
-context.
+`weights`, `offload`, `rows`, `turn`, `model`, `context`, `mesh` ("seq" x "tensor") and `only`, in a
+process that finds JAX's CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON
+is printed for each program, or for those of the kind that `only` names; with `rows` for the step of
+rows that share a context.
 """
 
 import json
@@ -13,7 +13,7 @@ import re
 import sys
 from typing import Any
 
-from jax_longctx.planning.collectives import _Computation
+from jax_longctx.planning.collectives import _COLLECTIVE, _Computation
 from jax_longctx.planning.collectives import _computations as computations
 from jax_longctx.run_spec import RunSpec
 
@@ -97,6 +97,17 @@ def kernels(program, name):
         if branches := each.attribute(r"branch_computations={(.*?)}"):
             count += max(kernels(program, one.strip(" %")) for one in branches.split(","))
     return count
+
+
+def collectives(program, name):
+    """XLA's collectives in a computation, and the kernels that exchange numbers."""
+    found = []
+    for each in program[name].instructions.values():
+        kernel = re.search(r"peer_(?:sum|gather)", each.attributes)
+        own = each.operation == "custom-call" and kernel
+        if own or _COLLECTIVE.fullmatch(each.operation):
+            found.append(kernel.group() if own else each.operation.removesuffix("-start"))
+    return {kind: found.count(kind) for kind in sorted(set(found))}
 
 
 def unfused(program):
@@ -260,14 +271,16 @@ def main(methods):
     from jax_longctx.planning.targets import parse_target
     from jax_longctx.sharding import make_mesh
 
-    h200 = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    mesh = make_mesh(devices=[h200.devices[0]])
     for said in methods:
         name, *forms = said.split(":")
         options = dict(form.split("=") for form in forms)
         rows = int(options.pop("rows", 1))
         only, model = options.pop("only", None), options.pop("model", "llama-3.1-8b")
         context = int(options.pop("context", CONTEXT))
+        seq, tensor = map(int, options.pop("mesh", "1x1").split("x"))
+        count, how = seq * tensor, dict(platform="cuda", target_config=H200)
+        h200s = topologies.get_topology_desc(topology=f"1x1x{count}", **how)
+        mesh = make_mesh(seq=seq, tensor=tensor, devices=h200s.devices[:count])
         a_turn = layers.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
         count = 2 * a_turn
         request = PlanRequest(
@@ -299,6 +312,7 @@ def main(methods):
                 "kind": used.kind,
                 "name": used.name,
                 "kernels": [kernels(program, body) for body in layer_loops(program, turns)],
+                "collectives": [collectives(program, body) for body in layer_loops(program, turns)],
                 "copies": list(copies(program, sizes)),
                 "gathers": sorted(gathers(program)),
                 "temporaries": compiled.memory_analysis().temp_size_in_bytes,

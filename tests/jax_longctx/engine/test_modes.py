@@ -92,28 +92,38 @@ def test_on_a_mesh_and_with_other_layers_too(method, options):
 
 
 @pytest.mark.parametrize(
-    "biases", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "biases"]
+    ("sizes", "biases"),
+    [
+        ((1, 1, 1), False),
+        ((2, 1, 2), True),
+        pytest.param((1, 1, 1), True, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), False, marks=pytest.mark.slow),
+        pytest.param((1, 4, 1), True, marks=pytest.mark.slow),
+    ],
 )
-def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, biases):
+def test_the_products_of_few_rows_on_gpus_answer_alike(monkeypatch, sizes, biases):
     """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []
 
-    def products(setup, rows):
+    def products(setup, rows, peers):
         used.append(rows)
-        return FewRows(setup.mesh) if rows <= MAX_ROWS else Products(setup.mesh)
+        return (FewRows if rows <= MAX_ROWS else Products)(setup.mesh)
 
     # Programs are kept by their setup: no other test has this model.
     other = dict(mlp_dim=40, qkv_bias=biases, o_bias=biases, mlp_bias=biases)
     expected = results(Full(), True, scored=biases, **other)
     monkeypatch.setattr(Setup, "products", products)
-    check_equal(results(Full(), False, scored=biases, **other), expected)
+    check_equal(results(Full(), False, sizes, scored=biases, **other), expected)
     assert min(used) <= MAX_ROWS
 
 
-def test_products_of_few_rows_are_for_one_gpu(monkeypatch):
+def test_products_of_few_rows_are_for_gpus(monkeypatch):
     one, two = (tiny_engine(mesh=make_mesh(1, size, 1)).setup for size in (1, 2))
-    assert one.products(1) == Products(one.mesh)
+    assert one.products(1, {}) == Products(one.mesh)
+    assert isinstance(two.products(1, {}), Divided)
     monkeypatch.setattr("jax_longctx.engine.setup._platform", lambda mesh: "gpu")
-    assert isinstance(one.products(MAX_ROWS), FewRows)
-    assert one.products(MAX_ROWS + 1) == Products(one.mesh)
-    assert isinstance(two.products(1), Divided)
+    assert isinstance(one.products(MAX_ROWS, {}), FewRows)
+    assert one.products(MAX_ROWS + 1, {}) == Products(one.mesh)
+    assert isinstance(two.products(MAX_ROWS, {}), FewRows)
+    rows = tiny_engine(mesh=make_mesh(2, 1, 1)).setup
+    assert isinstance(rows.products(2 * MAX_ROWS, {}), FewRows)
