@@ -15,9 +15,11 @@ from jax_longctx.methods import settings_of
 from jax_longctx.settings import (
     DTYPES,
     Offload,
+    Reading,
     StoredForm,
     check_name,
     parse_mesh,
+    parse_reading,
     stored_form,
 )
 
@@ -41,6 +43,7 @@ class RunFields(TypedDict, total=False):
     weights: str | None
     offload: str | None
     working_set: int | None
+    reading: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class RunSpec:
         and a working set (see `caches.offloaded`). None for the devices' memory.
       working_set: tokens of a row that the working set of each layer holds; None for
         `settings.SHARES` times what a step chooses.
+      reading: how a text's earlier keys are read: "dense" for all of them, or "xattention" for
+        blocks that are chosen, with settings as "xattention:mass=0.98". None for "dense".
 
     Raises:
       ConfigError: an unknown name, or a working set of contexts that are not offloaded.
@@ -76,6 +81,7 @@ class RunSpec:
     weights: str | None = None
     offload: str | None = None
     working_set: int | None = None
+    reading: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, str):
@@ -85,7 +91,7 @@ class RunSpec:
         if self.chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {self.chunk}")
         stored_form("kv", self.kv, self.dtype or "bfloat16")
-        _ = self.form, self.tier
+        _ = self.form, self.tier, self.reader
 
     @property
     def tier(self) -> Offload | None:
@@ -96,6 +102,11 @@ class RunSpec:
             return None
         check_name(PLACES, self.offload, "offload")
         return Offload(self.working_set)
+
+    @property
+    def reader(self) -> Reading | None:
+        """How earlier keys are read, if not all of them; else None."""
+        return parse_reading(self.reading)
 
     @property
     def form(self) -> StoredForm | None:
@@ -134,7 +145,7 @@ class RunSpec:
 
     def facts(self) -> dict[str, Any]:
         """What records say of the run, without method and devices."""
-        names = ("dtype", "chunk", "kv", "weights", "offload", "working_set")
+        names = ("dtype", "chunk", "kv", "weights", "offload", "working_set", "reading")
         return {name: getattr(self, name) for name in names}
 
 
@@ -148,6 +159,7 @@ def run_facts(engine: "Engine") -> dict[str, Any]:
         "kv": setup.kv,
         "weights": setup.weights,
         "offload": None if setup.offload is None else dataclasses.asdict(setup.offload),
+        "reading": None if setup.reading is None else dataclasses.asdict(setup.reading),
         "device": device.device_kind,
         "mesh": dict(engine.mesh.shape),
         "versions": {

@@ -122,6 +122,46 @@ class Offload:
             raise ConfigError(f"working_set must be at least 1 token, got {self.working_set}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A text is read by attention to some blocks of earlier keys (`caches.sparse_reading`).
+
+    Attributes:
+      mass: share of the estimated attention that is kept.
+      stride: tokens of which one score is estimated; a divisor of 128.
+      density: share of the earlier blocks that is read, in place of `mass`.
+    """
+
+    mass: float = 0.95
+    stride: int = 16
+    density: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mass", "density"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"reading: {name} must be above 0 and at most 1, got {value}")
+        if self.stride < 1 or 128 % self.stride:
+            raise ConfigError(f"reading: stride must be a divisor of 128, got {self.stride}")
+
+
+# The ways to read a text by their names; "dense" is attention to all earlier keys.
+READINGS = {"dense": None, "xattention": Reading}
+
+
+def parse_reading(text: str | None) -> Reading | None:
+    """`"xattention:mass=0.98"` -> `Reading(mass=0.98)`; None for "dense" and None.
+
+    Raises:
+      ConfigError: an unknown name or setting.
+    """
+    name, settings = parse_named(text or "dense")
+    kind = look_up(READINGS, name, "reading")
+    names = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
+    values = parse_settings(kind or Reading, dict(settings), noun="reading", name=name, names=names)
+    return kind and kind(**values)
+
+
 # Times what a step chooses that a working set holds unless its size is given: methods choose much
 # of what they chose in the last steps.
 SHARES = 4

@@ -112,8 +112,9 @@ def _device_kind() -> str:
 @functools.cache
 def _warn_once(kind: str, capability: str) -> None:
     _logger.warning(
-        "attention_mass, attend_with_logits, decode_attention, expert_matmul, row_matmul, "
-        "select_large_k, select_pages, sparse_decode_attention, topk_scores and voted_slots have "
+        "attention_mass, attend_with_logits, block_masses, decode_attention, expert_matmul, "
+        "row_matmul, select_large_k, select_pages, sparse_decode_attention, "
+        "sparse_prefill_attention, topk_scores and voted_slots have "
         "no kernel for %s (compute capability %s), only for %s (Hopper): their XLA forms run, "
         "which are slower",
         *(kind, capability, CAPABILITY),

@@ -94,6 +94,57 @@ def citrus_overlap(
     terminal.write(f"{pipe_table(head, lines)}\n{len(rows)} texts of {tokens} tokens.\n")
 
 
+@eval_app.command("read-blocks")
+@options.command
+def read_blocks(
+    model: options.ModelChoice = only("checkpoint", "dtype", "chunk"),
+    output: options.Output = only("out"),
+    text: Path | None = TEXT,
+    texts: int = option("Texts, at even distances.", default=1, min=1),
+    length: int = option("Tokens of a text.", default=32768, min=1),
+    masses: list[float] | None = option(
+        "Mass of [bold]--reading xattention[/bold]; repeat. 0.8, 0.9, 0.95 and 0.98 unless given.",
+        "--mass",
+    ),
+    stride: int = option("Its stride.", default=16),
+) -> None:
+    """How many blocks sparse reading reads of a text, by layer and head, and the mass it keeps.
+
+    [bold]Example[/bold]
+
+        python -m research eval read-blocks -c qwen --length 32768 --chunk 4096 --out blocks.json
+    """
+    terminal = output.terminal()
+    from jax_longctx.settings import Reading
+
+    wanted = masses or [0.8, 0.9, 0.95, 0.98]
+    ways = [Reading(mass=mass, stride=stride) for mass in wanted]
+    if length <= model.run.chunk:
+        raise InputError(f"--length must be above --chunk, {model.run.chunk}; got {length}")
+    loaded = model.open(terminal)
+    import numpy as np
+
+    from jax_longctx.evaluation.perplexity import pipe_table
+    from research.read_blocks import counted
+
+    with terminal.waiting(f"{texts} texts of {length:,} tokens"):
+        rows = _cut(loaded, text, texts, length).tolist()
+        found = [counted(loaded.engine, row, ways) for row in rows]
+    density, kept = (np.mean(x, axis=0) for x in zip(*found, strict=True))
+    record = {"length": length, "texts": texts, "chunk": model.run.chunk, "stride": stride}
+    by_mass = {
+        f"{mass}": {"density": density[i].tolist(), "kept": kept[i].tolist()}
+        for i, mass in enumerate(wanted)
+    }
+    output.save({**record, "by_mass": by_mass})
+    lines = [
+        [f"{mass:g}", *(f"{x:.3f}" for x in (d.mean(), d.min(), d.max(), m.mean(), m.min()))]
+        for mass, d, m in zip(wanted, density, kept, strict=True)
+    ]
+    head = ("mass asked", "blocks read", "least head", "most", "mass kept", "least head")
+    terminal.write(f"{pipe_table(head, lines)}\n{texts} texts of {length:,} tokens.\n")
+
+
 @eval_app.command("resa-spectrum")
 @options.command
 def resa_spectrum(

@@ -17,13 +17,14 @@ from jax_longctx.caches import paged, reading
 from jax_longctx.caches.marks import Mark
 from jax_longctx.caches.reading import Turned, line_numbers
 from jax_longctx.caches.scope import Listed, Scope, Votes
+from jax_longctx.caches.sparse_reading import earlier_attention
 from jax_longctx.contract import QKV, STRIPE, Attended, CacheShape, LayerContext, resized
 from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import each_array, laid_as, part_of, rows_of, with_rows, written
-from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.prefill_attention import causal_attention
 from pallas_kernels.quantised import AnyStored, dequantised, stored_as
 
 
@@ -131,9 +132,9 @@ class Store(Rewinding):
         if q.shape[1] == 1:
             part = decode_attention(q, whole.k, whole.v, whole.held(ctx), scale=scale)
             return ctx.seq_merge(*part), store
-        earlier = ctx.seq_merge(*cache_attention(q, whole.k, whole.v, past_B, scale=scale))
+        earlier = earlier_attention(new, whole.k, whole.v, past_B, valid, ctx)
         within = causal_attention(q, k, v, scale=scale)
-        return merge([earlier, within]), store
+        return merge([ctx.seq_merge(*earlier), within]), store
 
     def attend_pages(
         self, q: Float[Array, "B 1 N H"], ways: paged.Ways, ctx: LayerContext, prior: Any = None

@@ -184,6 +184,7 @@ def prefill(
     ),
     spec: RunSpec = options.run(
         "mesh",
+        "reading",
         *STORED,
         mesh=options.mesh("Devices, e.g. seq=4; all along seq unless given."),
         chunk=option("Tokens of a prefill pass on each shard.", default=8192),

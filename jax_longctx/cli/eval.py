@@ -76,6 +76,7 @@ class Overrides:
     weights: str | None = _run_option("weights")
     offload: str | None = _run_option("offload")
     working_set: int | None = _run_option("working_set")
+    reading: str | None = _run_option("reading")
     mesh: str | None = _run_option("mesh")
     chat: bool | None = option(
         "The checkpoint's chat template around each prompt; plain completion unless given.",

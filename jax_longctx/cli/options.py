@@ -284,6 +284,12 @@ RUN = {
         "first and the newest; 4 times what a step chooses unless given.",
         metavar="TOKENS",
     ),
+    "reading": option(
+        "xattention: a long text is read faster, by attention to the blocks of it that together "
+        "reach an estimated share, 0.95 or as xattention:mass=0.98 says. For methods that read "
+        "exactly, on a GPU with a --chunk of 2048 or more. dense unless given.",
+        metavar="NAME",
+    ),
 }
 
 

@@ -56,6 +56,7 @@ def plan(
     ),
     run: RunSpec = options.run(
         *("dtype", "kv", "weights", "offload", "working_set", "mesh", "chunk"),
+        "reading",
         dtype=options.dtype(default="bfloat16"),
     ),
     compiles: bool = option(

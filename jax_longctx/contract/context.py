@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract.merging import Attended, by_gather, by_sum, merge_way
 from jax_longctx.models.rope import RopeConfig
+from jax_longctx.settings import Reading
 from pallas_kernels.common import Scale
 from pallas_kernels.dispatch import platform
 from pallas_kernels.peers import AllPeers, gather_over, sum_over
@@ -212,6 +213,7 @@ class LayerContext:
         heads, where the method `wants_output`.
       peers: what few numbers go through to the other shards.
       places: the places of `peers` that are left.
+      reading: in `attend` of a text, how earlier keys are read; None for all of them.
     """
 
     scale: Scale
@@ -226,6 +228,7 @@ class LayerContext:
     places: Iterator[int] = dataclasses.field(
         default_factory=lambda: iter(range(len(WEIGHT_PLACES), PLACES)), compare=False
     )
+    reading: Reading | None = None
 
     def undivided(self) -> "LayerContext":
         """The same, for slots that are whole on every shard."""

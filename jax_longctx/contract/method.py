@@ -493,6 +493,16 @@ class Method:
             )
 
     @property
+    def cannot_read_blocks(self) -> str | None:
+        """Why a text cannot be read by blocks of its keys (`settings.Reading`); None where it can.
+
+        A method that changes nothing while a text is read attends to all keys by `Store.attend`.
+        """
+        if self.phase in ("none", "decode"):
+            return None
+        return "it does not attend to all earlier keys while it reads"
+
+    @property
     def info(self) -> MethodInfo:
         """The metadata under these settings."""
         names = (field.name for field in dataclasses.fields(MethodInfo))

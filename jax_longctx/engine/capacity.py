@@ -89,9 +89,19 @@ def setup_of(config: ModelConfig, spec: RunSpec) -> Setup:
         kv=stored_form("kv", spec.kv, dtype.name),
         weights=stored_form("weights", spec.weights, dtype.name),
         offload=spec.tier,
+        reading=spec.reader,
     )
     check_offload(setup)
+    check_reading(setup)
     return setup
+
+
+def check_reading(setup: Setup) -> None:
+    """Raises ConfigError where the method cannot read a text as this setup asks."""
+    why = setup.method.cannot_read_blocks
+    if setup.reading is not None and why is not None:
+        name = settings_of(setup.method)["name"]
+        raise ConfigError(f"{name} cannot read blocks of a text: {why}; leave reading away")
 
 
 def check_offload(setup: Setup) -> None:

@@ -208,7 +208,8 @@ class LayerPass:
         """`attend` over a device's part of heads and slots, and what `LayerContext` has."""
         sinks, output, peers = others
         ctx = self.setup.layer_context(self.layer, total)
-        ctx = dataclasses.replace(ctx, sinks=sinks, output=output, peers=peers)
+        reading = self.setup.reading if segment.role == "context" else None
+        ctx = dataclasses.replace(ctx, sinks=sinks, output=output, peers=peers, reading=reading)
         (out, lse), after = self.layer.method.attend(new, cache, segment, ctx)
         if sinks is not None:
             out = with_sinks(out, lse, sinks)

@@ -35,7 +35,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Products, ends_of
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.sliding_window import SLIDING_WINDOW
-from jax_longctx.settings import Offload, StoredForm
+from jax_longctx.settings import Offload, Reading, StoredForm
 from jax_longctx.sharding import AnyMesh, logical_spec, numbers_of_layers
 from pallas_kernels.common import Capped
 from pallas_kernels.peers import AllPeers, meet
@@ -100,6 +100,7 @@ class Setup:
       kv: the 8-bit form in which caches hold keys and values; None for arrays of `dtype`.
       weights: the 8-bit form of the layers' matrices; None for arrays of `dtype`.
       offload: keys and values lie in the host's memory; None for the devices'.
+      reading: how a text's earlier keys are read; None for all of them.
     """
 
     config: ModelConfig
@@ -111,6 +112,7 @@ class Setup:
     kv: StoredForm | None = None
     weights: StoredForm | None = None
     offload: Offload | None = None
+    reading: Reading | None = None
 
     @property
     def platform(self) -> str:

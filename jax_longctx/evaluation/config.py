@@ -48,9 +48,9 @@ class RunOptions:
       seed: of the prompts.
       batch: rows that are computed together, fewer where memory is short.
       chat: whether prompts use the checkpoint's chat template.
-      chunk, dtype, mesh, kv, weights, offload, working_set: of the `RunSpec`. Contexts of exact
-        attention are not offloaded. Answers do not depend on where contexts lie, so a run may go on
-        with another place.
+      chunk, dtype, mesh, kv, weights, offload, working_set, reading: of the `RunSpec`. Contexts of
+        exact attention are not offloaded. Answers do not depend on where contexts lie, so a run may
+        go on with another place.
     """
 
     checkpoint: str = ""
@@ -64,6 +64,7 @@ class RunOptions:
     weights: str | None = None
     offload: str | None = None
     working_set: int | None = None
+    reading: str | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "batch", "chunk", within="config: [run] ")
@@ -73,7 +74,7 @@ class RunOptions:
     @property
     def spec(self) -> RunSpec:
         """How the model runs; `compared` gives each method's own."""
-        names = ("mesh", "dtype", "chunk", "kv", "weights", "offload", "working_set")
+        names = ("mesh", "dtype", "chunk", "kv", "weights", "offload", "working_set", "reading")
         return RunSpec(**{name: getattr(self, name) for name in names})
 
 

@@ -143,6 +143,7 @@ def _about(facts: Callable[[LongContext], Any], model: LongContext) -> dict[str,
     """What the leader must know of a model."""
     setup = model.engine.setup
     forms = {"kv": setup.kv, "weights": setup.weights, "chunk": model.engine.chunk}
+    forms["reading"] = setup.reading and dataclasses.asdict(setup.reading)
     memory = available_bytes(model.engine.mesh)
     return {"forms": forms, "by": model.made_by, "memory": memory, "facts": dict(facts(model))}
 

@@ -31,6 +31,10 @@ class DynamicNTK(Appending):
     def __post_init__(self) -> None:
         self.at_least(1, "factor")
 
+    @property
+    def cannot_read_blocks(self) -> str | None:
+        return None  # it reads exactly, at other angles
+
     def validate(self, config: ModelConfig) -> None:
         if config.rope.kind != "default":
             raise self.refused(

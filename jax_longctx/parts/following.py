@@ -172,6 +172,10 @@ class Following(Method):
         return f"{self.first.name} chooses what stays by keys and values on the device"
 
     @property
+    def cannot_read_blocks(self) -> str | None:
+        return self.first.cannot_read_blocks
+
+    @property
     def cannot_slide(self) -> str | None:
         return self.first.cannot_slide or self.second.cannot_slide
 

@@ -10,7 +10,8 @@ Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 - those that a method states itself (`contract.Method.prefill_work`);
 - for segments that are spread over the shards: the causal pairs of each shard's tokens as if they
   were one text (too many where a shard has several blocks);
-- for a method that does not change prefill: all causal pairs, the keys divided over the shards;
+- for a method that does not change prefill: all causal pairs, the keys divided over the shards, or
+  the share of them that `--reading` names;
 - for any other: for each token as many keys as a decode step reads at that length.
 """
 
@@ -311,7 +312,7 @@ def row_work(
     # Columns beside the text's own (an instruction) are computed in every segment.
     tokens = context * columns / held if columns > setup.chunk else float(context)
     if method.info.phase in ("none", "decode"):
-        return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
+        return PrefillWork(tokens, _pairs(setup, context, held) / shards), count, False
     caches = abstract_caches(
         setup, setup.mesh.shape["data"], feed.slots, capacity.reserved(reserve)
     )
@@ -323,6 +324,18 @@ def row_work(
     ]
     divided = shards if method.info.keeps_all else 1
     return PrefillWork(tokens, tokens * float(np.mean(keys)) / divided), count, False
+
+
+def _pairs(setup: Setup, context: int, chunk: int) -> float:
+    """Pairs of a text that is read exactly, or by a given share of its earlier blocks.
+
+    Where a share follows from the text's attention all pairs are counted.
+    """
+    every, how = context * (context + 1) / 2, setup.reading
+    if how is None or how.density is None:
+        return every
+    own = context * (min(chunk, context) + 1) / 2
+    return own + (every - own) * min(how.density + 0.5 / how.stride, 1)
 
 
 def _layers(setup: Setup, work: PrefillWork, context: int) -> float:

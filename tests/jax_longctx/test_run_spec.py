@@ -29,6 +29,14 @@ WRONG = [
     ({"offload": "disk"}, "unknown offload 'disk'; known: host"),
     ({"working_set": 8}, "working_set is for offloaded contexts; give offload host too"),
     ({"offload": "host", "working_set": 0}, "working_set must be at least 1 token, got 0"),
+    (
+        {"reading": "xatention"},
+        "unknown reading 'xatention'; known: dense, xattention; did you mean",
+    ),
+    ({"reading": "dense:mass=1"}, "reading 'dense' has no setting 'mass'; it has: none"),
+    ({"reading": "xattention:mass=2"}, "reading: mass must be above 0 and at most 1, got 2.0"),
+    ({"reading": "xattention:density=0"}, "reading: density must be above 0 and at most 1"),
+    ({"reading": "xattention:stride=12"}, "reading: stride must be a divisor of 128, got 12"),
     ({"mesh": "row=2"}, "mesh 'row=2' is not understood at 'row=2'"),
 ]
 
@@ -67,7 +75,7 @@ def test_bad_values_are_refused_alike_wherever_they_come_from(make, fields, said
 
 def test_flags_toml_and_python_make_the_same():
     fields = {"dtype": "bfloat16", "mesh": "seq=2", "chunk": 64, "kv": "int8", "weights": "int8"}
-    fields |= {"offload": "host", "working_set": 128}
+    fields |= {"offload": "host", "working_set": 128, "reading": "xattention:mass=0.9"}
     assert by_flags() == RunOptions().spec == RunSpec()
     assert by_flags(**fields) == from_toml(RunOptions, fields, "run").spec == RunSpec(**fields)
 
@@ -77,6 +85,7 @@ def test_programs_do_not_depend_on_how_a_spec_says_it():
     method, config = make_method("quest"), tiny_config()
     said = RunSpec(method=method, mesh=make_mesh(), dtype="bfloat16", kv="bfloat16")
     assert setup_of(config, said) == setup_of(config, RunSpec(method=method))
+    assert setup_of(config, RunSpec(reading="dense")) == setup_of(config, RunSpec())
     assert "spec" not in {field.name for field in dataclasses.fields(Setup)}
     # What editors complete.
     assert [*RunFields.__annotations__] == [field.name for field in dataclasses.fields(RunSpec)]

@@ -24,6 +24,8 @@ from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.select_pages import shared_gpu as shared_pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention.lists import Around, Pages, Shared
+from pallas_kernels.sparse_prefill_attention import Blocks, gpu_masses
+from pallas_kernels.sparse_prefill_attention import gpu as prefill_gpu
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties
 from pallas_kernels.voted_slots import Spans
@@ -58,6 +60,7 @@ def programs():
     chosen = one[:, 0], Digests(k, v), Best(none, bound, bound)
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
     k8, v8 = quantise(k), quantise(v)
+    blocks = Blocks(jnp.zeros((1, 8, 2, 8), jnp.int32), jnp.zeros((1, 8, 2), jnp.int32))
     spans = dict(spans=Spans(127, 32, 32), slots=9999, size=8192)
 
     return {
@@ -90,6 +93,14 @@ def programs():
         "sparse-one-around": (sparse, (one, k, v, listed_once)),
         "sparse-shared": (partial(sparse, shared=Shared(k, v, bound)), (one, k, v, listed)),
         "sparse-flat-prior": (lambda q, *rest: sparse(q, *rest, prior=q), (one, k, v, flat)),
+        "sparse-prefill": (
+            partial(prefill_gpu.sparse_prefill_attention, scale=0.1),
+            (q, k, v, bound, blocks),
+        ),
+        "block-masses": (
+            partial(gpu_masses.block_masses, scale=0.1, stride=16),
+            (jnp.zeros((1, 2, 200, 2048), jnp.bfloat16), k, bound),
+        ),
         "select": (partial(select_gpu.select, size=600), (jnp.zeros((1, 70_000)), bound)),
         "select-short": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
         "pages": (partial(choose, together=False), chosen),

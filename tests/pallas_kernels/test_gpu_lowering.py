@@ -23,7 +23,15 @@ programs = functools.cache(gpu_programs.programs)
 
 # One of each form of a kernel whose program no other has; the others are lowered by the smoke test.
 QUICK = {"decode-merged", "topk-few", "mass", "sparse-around", "sparse-flat-prior", "select"}
-QUICK |= {"ties", "voted", "pages-shared", "rows-of-8-bits", "decode-int8"}
+QUICK |= {
+    "sparse-prefill",
+    "block-masses",
+    "ties",
+    "voted",
+    "pages-shared",
+    "rows-of-8-bits",
+    "decode-int8",
+}
 # As on a JAX without the private operation.
 PLAIN = "topk-plain-max"
 # Both halves of a search are kernels, and the merge of few pieces.
@@ -38,6 +46,7 @@ OF_TWO |= {"decode-int8", "logits", "logits-of-floats-beside-int8"}
         for name in (
             *("decode", "decode-merged", "logits", "topk", PLAIN, "topk-few", "mass"),
             *("sparse", "sparse-around", "sparse-flat-prior", "select", "ties"),
+            *("sparse-prefill", "block-masses"),
             *("voted", "sparse-one-around", "mass-squares"),
             *("sparse-shared", "pages-shared", "pages-shared-together"),
             *("rows-of-8-bits", "decode-int8", "logits-of-floats-beside-int8", "sparse-int8"),

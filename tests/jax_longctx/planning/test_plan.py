@@ -90,6 +90,18 @@ def test_work_of_an_8b_model_written_down_anew():
     assert plan.decode.received == pytest.approx(4 * (gathered + merged + summed))
 
 
+def test_blocks_that_are_read_count_by_their_density():
+    def work(reading):
+        sizes = {"context": 32768, "chunk": 4096, "reading": reading}
+        return make_plan(request("full", target="h100x1", **sizes), {}).prefill.attention
+
+    dense = work(None)
+    # A chunk's own pairs are an eighth; each estimate stands for 16 tokens' products.
+    expected = 1 / 8 + 7 / 8 * (0.25 + 0.5 / 16)
+    assert work("xattention:density=0.25") == pytest.approx(dense * expected, rel=1e-3)
+    assert work("xattention") == dense
+
+
 def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
     def work(method):
         return make_plan(request(method, target="h100x4"), {"seq": 4}).prefill

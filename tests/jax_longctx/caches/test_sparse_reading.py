@@ -1,0 +1,94 @@
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.caches.sparse_reading import block_shares, chosen_blocks
+from jax_longctx.settings import Reading
+from pallas_kernels.sparse_prefill_attention import BLOCK
+from tests.drawing import computed, normal
+
+SCALE = 0.2
+# One shard of the slots.
+ALONE: Any = types.SimpleNamespace(scale=SCALE, psum_seq=lambda x: x, pmax_seq=lambda x: x)
+
+
+def shares(q, k, keys, past, valid, how, ctx: Any = ALONE):
+    return computed(block_shares, q, k, keys, past, valid, how=how, ctx=ctx)
+
+
+def test_shares_are_of_the_softmax_of_the_antidiagonals_means():
+    how, (queries, slots) = Reading(stride=8), (200, 512)
+    past, valid = np.array([300, 512, 0], np.int32), np.array([200, 150, 100], np.int32)
+    q, k = normal(3, queries, 4, 16), normal(3, queries, 2, 16, seed=1)
+    keys = normal(3, 2, slots, 16, seed=2)
+    found = shares(q, k, keys, past, valid, how)
+    assert found.shape == (3, 4, 2, 4)
+    for b, n, tile in np.ndindex(found.shape[:3]):
+        rows = []
+        for first in range(tile * BLOCK, min((tile + 1) * BLOCK, valid[b]), how.stride):
+            mine = np.zeros((how.stride, 16))
+            own_q = np.asarray(q)[b, first : min(first + how.stride, valid[b]), n]
+            mine[: len(own_q)] = own_q
+
+            def score(run, mine=mine):
+                return SCALE * np.mean([mine[s] @ run[how.stride - 1 - s] for s in range(len(run))])
+
+            earlier = [
+                score(np.asarray(keys)[b, n // 2, at : at + how.stride])
+                for at in range(0, past[b], how.stride)
+            ]
+            own = np.asarray(k)[b, :, n // 2] * (np.arange(queries) < valid[b])[:, None]
+            own = np.concatenate([own, np.zeros((how.stride, 16))])
+            within = [score(own[at : at + how.stride]) for at in range(0, first + 1, how.stride)]
+            weights = np.exp(np.array([*earlier, *within]))
+            weights /= weights.sum()
+            sums = np.zeros(slots // BLOCK)
+            np.add.at(sums, np.arange(len(earlier)) * how.stride // BLOCK, weights[: len(earlier)])
+            rows.append(sums)
+        expected = np.mean(rows, axis=0) if rows else np.zeros(slots // BLOCK)
+        np.testing.assert_allclose(found[b, n, tile], expected, atol=1e-5)
+
+
+def chosen(given, past, how, ctx: Any = ALONE):
+    return computed(lambda x, y: chosen_blocks(x, y, how, ctx), given, np.array(past, np.int32))
+
+
+@pytest.mark.parametrize("mass", [0.5, 0.9, 0.99])
+def test_the_fewest_blocks_that_keep_the_mass(mass):
+    rng = np.random.default_rng(0)
+    given = rng.dirichlet(np.full(21, 0.2), size=(1, 5, 3)).astype(np.float32)[..., :20]
+    given = jnp.asarray(given)  # the rest is the chunk's own
+    found = chosen(given, [20 * BLOCK - 5], Reading(mass=mass))
+    missed = np.sum(np.where(found, 0, given), axis=-1)
+    assert np.all(missed <= 1 - mass + 1e-6) and np.all(found[..., 0])
+    for one, kept in zip(np.asarray(given).reshape(-1, 20), found.reshape(-1, 20), strict=True):
+        fewest = next(n for n in range(21) if np.sort(one)[: 20 - n].sum() <= 1 - mass + 1e-7)
+        assert kept.sum() <= fewest + 1
+
+
+def test_a_density_is_a_number_of_blocks_of_those_that_there_are():
+    given = jnp.asarray(np.random.default_rng(0).random((2, 4, 2, 20)), jnp.float32)
+    past = np.array([20 * BLOCK, 6 * BLOCK + 1])
+    begins = np.arange(20) * BLOCK < past[:, None]
+    found = chosen(jnp.where(begins[:, None, None], given, 0), past, Reading(density=0.3))
+    first = found[..., 0] & (np.argsort(np.argsort(-np.asarray(given)))[..., 0] >= 6)
+    np.testing.assert_array_equal(found[0].sum(-1), 6 + first[0])
+    assert np.all((found[1].sum(-1) >= 3) & (found[1].sum(-1) <= 4))
+    assert not np.any(found & ~begins[:, None, None])
+
+
+def test_shards_keep_the_mass_together():
+    rng = np.random.default_rng(1)
+    given = jnp.asarray(rng.dirichlet(np.full(32, 0.1), size=(1, 4, 2)), jnp.float32)
+    ctx: Any = types.SimpleNamespace(psum_seq=lambda x: jnp.full_like(x, 1.0))
+    halves = [given[..., :16], given[..., 16:]]
+    found = [chosen(half, [16 * BLOCK], Reading(mass=0.9), ctx) for half in halves]
+    missed = sum(np.sum(np.where(c, 0, h), -1) for c, h in zip(found, halves, strict=True))
+    assert np.all(missed <= 0.1 + 1e-6)
+
+
+def test_without_earlier_keys_no_block_is_chosen():
+    assert not np.any(chosen(jnp.zeros((1, 2, 1, 4)), [0], Reading()))
