@@ -161,7 +161,7 @@ class Engine:
         self.params = params if apart else stacked_layers(self.config, params, consume=consume)
         of, name = self.method.weights_of, self.method.name
         loaded = isinstance(jax.tree.leaves(self.params)[0], jax.Array)
-        if loaded and of not in (None, self.identity):
+        if of is not None and loaded and of != self.identity:
             raise ConfigError(
                 f"{name}: the file that its settings name was measured on other weights ({of}, "
                 f"these are {self.identity}); write one of this checkpoint with jax-longctx "
