@@ -181,6 +181,7 @@ def say(config, writer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick("llama", "mixtral", "phi3", "stablelm")
 def test_plain_values_and_config(tmp_path, family):
     config = hf_config(family)
     state = random_state(config)

@@ -62,6 +62,7 @@ ROUND_TRIPS += zip([*FAMILIES][1:], itertools.cycle(DTYPES), strict=False)
 
 
 @pytest.mark.parametrize(("family", "dtype"), ROUND_TRIPS)
+@pytest.mark.quick("llama", "mixtral", "phi3", "cohere-")
 def test_round_trip_gives_back_every_bit(tmp_path, family, dtype):
     described = hf_config(family)
     # Names of folders may hold anything.
@@ -247,6 +248,7 @@ def test_a_hub_id_is_read_from_the_local_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
+@pytest.mark.quick("mistral")
 def test_the_text_model_of_one_of_text_and_images(tmp_path, family, prefix):
     text = hf_config(family)
     tied, state = text["tie_word_embeddings"], random_state(text)

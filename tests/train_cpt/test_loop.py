@@ -138,21 +138,27 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, cop
     assert sorted(os.listdir(newest.parent)) == ["10", "12", "8"]
 
 
-def test_chunks_and_files_of_another_step_or_run_are_refused(straight, copied, tmp_path):
-    newest, read, refused = copied
-    run_tiny(tmp_path / "other", straight[0] / "data", facts={"config": {"tiny": False}})
-    whole = shutil.copytree(newest, tmp_path / "whole")
-    before, theirs = newest.with_name("10"), tmp_path / "other/checkpoints" / str(STEPS)
-    for _ in wrong_chunks(newest / "state", before / "state"):
+@pytest.mark.slow
+def test_chunks_of_another_step_are_refused(copied):
+    newest, _, refused = copied
+    for _ in wrong_chunks(newest / "state", newest.with_name("10") / "state"):
         refused(" has other chunks .*; move ")
-    for source in (before, theirs):
-        for items in (["state"], ["position"], ["state", "position"]):
-            for item in items:
-                shutil.rmtree(newest / item)
-                shutil.copytree(source / item, newest / item)
-            refused(" has files of another run or anoth")
-            shutil.rmtree(newest)
-            shutil.copytree(whole, newest)
+
+
+@pytest.mark.parametrize("of", ["step", pytest.param("run", marks=pytest.mark.slow)])
+def test_files_of_another_step_or_run_are_refused(straight, copied, tmp_path, of):
+    newest, read, refused = copied
+    source, whole = newest.with_name("10"), shutil.copytree(newest, tmp_path / "whole")
+    if of == "run":
+        run_tiny(tmp_path / "other", straight[0] / "data", facts={"config": {"tiny": False}})
+        source = tmp_path / "other/checkpoints" / str(STEPS)
+    for items in (["state"], ["position"], ["state", "position"]):
+        for item in items:
+            shutil.rmtree(newest / item)
+            shutil.copytree(source / item, newest / item)
+        refused(" has files of another run or anoth")
+        shutil.rmtree(newest)
+        shutil.copytree(whole, newest)
     (newest / "state" / "arrays.json").unlink()
     refused(r"arrays\.json is missing")
     # As an earlier version wrote it.

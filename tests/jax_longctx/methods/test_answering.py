@@ -33,6 +33,7 @@ def method_of(name, **settings):
 
 @pytest.mark.parametrize("budget", [16, 28])
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.quick("28")
 def test_what_stays_is_numpy_s_in_every_layer_and_head(name, budget):
     """After each segment: kept keys, in order, of tokens that numpy chose; and the logits."""
     method = method_of(name, budget=budget)

@@ -114,6 +114,7 @@ def ragged():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick("knorm", "kvzip", "q-filters", "r-kv")
 def test_a_mesh_keeps_the_same_of_each_row_with_its_first_and_last_tokens(ragged, name):
     engines, rows, whole = ragged
     method = small_method(name)

@@ -179,6 +179,7 @@ def test_a_damaged_checkpoint_is_refused(copy, spoil, words, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_file_that_is_missing_cut_or_changed_is_named(copy, whole):
     for name, (size, digest) in whole[1].files.items():
         path = copy / "params" / name

@@ -476,7 +476,7 @@ def test_connections_have_a_limit(serve, tiny):
 
 
 def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
-    seconds = patience(2)
+    seconds = patience(1)
     running = serve(tiny, access=Access(seconds=seconds))
     with begin_post(running, b"{", 100) as raw:
         began = time.monotonic()
