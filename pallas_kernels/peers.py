@@ -8,6 +8,11 @@ other half, and it is never two ahead, for it waits for all others.
 
 An inbox has a region for each *place* of a program that calls. Calls of one place must depend on
 each other, so that all GPUs make them one after another.
+
+On two H200s, in a loop that is a CUDA graph, a turn with a sum of 16 KB takes 12.4 us, with NCCL's
+19.5; with JAX's remote references and semaphores, before which XLA launches a barrier and a fill,
+29.9. A step of an 8B shape over 131,072 tokens takes 5.26 ms over `tensor`, with NCCL 5.96, and
+5.86 over `seq`; on one GPU 8.35.
 """
 
 import ctypes

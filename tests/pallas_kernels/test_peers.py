@@ -1,5 +1,6 @@
 """Sums and gathers over GPUs that reach each other's memory. They run on GPUs alone."""
 
+import ctypes
 from typing import Any
 
 import jax
@@ -97,3 +98,21 @@ def test_devices_that_are_no_peers():
     assert "2 devices on cpu" in (peers.unsupported(mesh) or "")
     assert peers.meet(mesh, [AXES], 16, 1) == {}
     assert peers.meet(AbstractMesh((1, 1, 2), mesh.axis_names), [AXES], 16, 1) == {}
+
+
+@pytest.mark.parametrize(("status", "able", "told"), [(0, 1, True), (0, 0, False), (101, 1, False)])
+def test_gpus_that_do_not_reach_each_other_are_no_peers(monkeypatch, status, able, told):
+    asked = []
+
+    class Driver:
+        def cuDeviceCanAccessPeer(self, found, *pair):
+            asked.append(pair)
+            found._obj.value = able
+            return status
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    # Not the cached answer.
+    reach = peers._reach_each_other.__wrapped__
+    assert reach((0, 1)) == told
+    assert asked[0] == (0, 1) and (not told or asked == [(0, 1), (1, 0)])
+    assert reach((None, None))
