@@ -153,7 +153,7 @@ def _taking(axes: tuple[str, ...], x: Any, peers: AllPeers, place: int | None) -
 def meet(mesh: AnyMesh, groups: Collection[tuple[str, ...]], size: int, places: int) -> AllPeers:
     """Peers along each group of axes; none where the GPUs of the mesh cannot be such.
 
-    The arrays hold each device's own, one after another.
+    The arrays hold each device's own, one after another: PartitionSpec(mesh.axis_names).
 
     Args:
       size: numbers of 32 bits that a call takes at most.
@@ -165,13 +165,9 @@ def meet(mesh: AnyMesh, groups: Collection[tuple[str, ...]], size: int, places: 
     def met() -> AllPeers:
         return {axes: Peers.meet(axes, size, places) for axes in groups}
 
-    run = jax.shard_map(met, mesh=mesh, in_specs=(), out_specs=apart(mesh), check_vma=False)
+    lie = PartitionSpec(mesh.axis_names)
+    run = jax.shard_map(met, mesh=mesh, in_specs=(), out_specs=lie, check_vma=False)
     return run()
-
-
-def apart(mesh: AnyMesh) -> PartitionSpec:
-    """How the arrays of `meet` lie."""
-    return PartitionSpec(mesh.axis_names)
 
 
 def unsupported(mesh: Mesh) -> str | None:

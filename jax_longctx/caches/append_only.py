@@ -24,7 +24,7 @@ from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import each_array, laid_as, part_of, rows_of, with_rows, written
-from pallas_kernels.prefill_attention import causal_attention
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import AnyStored, dequantised, stored_as
 
 
@@ -132,7 +132,10 @@ class Store(Rewinding):
         if q.shape[1] == 1:
             part = decode_attention(q, whole.k, whole.v, whole.held(ctx), scale=scale)
             return ctx.seq_merge(*part), store
-        earlier = earlier_attention(new, whole.k, whole.v, past_B, valid, ctx)
+        if ctx.reading is None:
+            earlier = cache_attention(q, whole.k, whole.v, past_B, scale=scale)
+        else:
+            earlier = earlier_attention(new, whole.k, whole.v, past_B, valid, ctx)
         within = causal_attention(q, k, v, scale=scale)
         return merge([ctx.seq_merge(*earlier), within]), store
 

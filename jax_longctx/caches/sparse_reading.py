@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.settings import Reading
 from pallas_kernels.common import AnyCache, factor_of
-from pallas_kernels.prefill_attention import cache_attention
 from pallas_kernels.sparse_prefill_attention import (
     BLOCK,
     Blocks,
@@ -36,9 +35,8 @@ def earlier_attention(
     Args:
       new: queries and keys are rotated; the first valid[b] of them count.
     """
+    assert ctx.reading is not None
     q, k, _ = new
-    if ctx.reading is None:
-        return cache_attention(q, keys, values, past, scale=ctx.scale)
     shares = block_shares(q, k, keys, past, valid, ctx.reading, ctx)
     blocks = Blocks.of(chosen_blocks(shares, past, ctx.reading, ctx))
     return sparse_prefill_attention(q, keys, values, past, blocks, scale=ctx.scale)

@@ -40,7 +40,7 @@ from jax_longctx.sharding import (
     tree_specs,
     weight_spec,
 )
-from pallas_kernels.peers import AllPeers, apart
+from pallas_kernels.peers import AllPeers
 from pallas_kernels.plane import Plane, is_plane, put, written
 from pallas_kernels.quantised_matrix import floats_of
 
@@ -194,7 +194,8 @@ class LayerPass:
         Args:
           own: the specs of the cache, and the output projection where the method wants it.
         """
-        (specs, output), axis, away = own, self.segment.token_axis, apart(self.setup.mesh)
+        (specs, output), axis = own, self.segment.token_axis
+        away = PartitionSpec(self.setup.mesh.axis_names)
         heads = logical_spec(("batch", axis, "heads", None))
         kv_heads = logical_spec(("batch", axis, "kv_heads", None))
         in_specs = ((heads, kv_heads, kv_heads), specs, tree_specs(self.segment), BATCH)

@@ -21,7 +21,7 @@ from jax_longctx.sharding import (
     weight_sharding,
     weight_spec,
 )
-from pallas_kernels.peers import AllPeers, apart, gather_over, row_matmul_over
+from pallas_kernels.peers import AllPeers, gather_over, row_matmul_over
 from pallas_kernels.quantised_matrix import AnyMatrix, matrix_of
 from pallas_kernels.row_matmul import row_matmul
 
@@ -128,7 +128,12 @@ class FewRows(Products):
 
         rows = logical_spec(("batch", None))
         specs = jax.tree.map(self.weight_spec, parts_info(w, info))
-        in_specs = PartitionSpec(*rows, *spec[:axes]), specs, rows, apart(self.mesh)
+        in_specs = (
+            PartitionSpec(*rows, *spec[:axes]),
+            specs,
+            rows,
+            PartitionSpec(self.mesh.axis_names),
+        )
         run = jax.shard_map(
             multiply,
             mesh=self.mesh,

@@ -28,7 +28,7 @@ def on_two(body, *arrays):
 
     def run(*arrays):
         found = peers.meet(mesh, [AXES], 2**14, 3)
-        specs = (peers.apart(mesh), *[PartitionSpec("tensor")] * len(arrays))
+        specs = (PartitionSpec(mesh.axis_names), *[PartitionSpec("tensor")] * len(arrays))
         how: dict[str, Any] = dict(mesh=mesh, in_specs=specs, check_vma=False)
         on_each = jax.shard_map(
             lambda peers, *own: body(peers[AXES], *own)[None],
