@@ -116,8 +116,8 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def sum_over(
-    axes: tuple[str, ...], x: Float[Array, "..."], peers: AllPeers, place: int | None
-) -> Float[Array, "..."]:
+    axes: tuple[str, ...], x: Shaped[Array, "..."], peers: AllPeers, place: int | None
+) -> Shaped[Array, "..."]:
     """The sum over axes of the mesh, by peers where they take it; within `shard_map`."""
     found = _taking(axes, x, peers, place)
     if found is None or x.dtype != jnp.float32:

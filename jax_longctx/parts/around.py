@@ -19,5 +19,9 @@ class Around(Method):
             if name not in own and not name.startswith("_"):
                 object.__setattr__(self, name, getattr(self.method, name))
 
+    @property
+    def cannot_read_blocks(self) -> str | None:
+        return self.method.cannot_read_blocks
+
     def of_layer(self, layer: int, layers: int) -> "Around":
         return dataclasses.replace(self, method=self.method.of_layer(layer, layers))

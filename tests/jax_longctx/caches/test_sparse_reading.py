@@ -1,22 +1,44 @@
-import types
-from typing import Any
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_longctx.caches.sparse_reading import block_shares, chosen_blocks
+from jax_longctx.contract import LayerContext
 from jax_longctx.settings import Reading
 from pallas_kernels.sparse_prefill_attention import BLOCK
 from tests.drawing import computed, normal
+from tests.support import tiny_config
 
 SCALE = 0.2
-# One shard of the slots.
-ALONE: Any = types.SimpleNamespace(scale=SCALE, psum_seq=lambda x: x, pmax_seq=lambda x: x)
 
 
-def shares(q, k, keys, past, valid, how, ctx: Any = ALONE):
-    return computed(block_shares, q, k, keys, past, valid, how=how, ctx=ctx)
+class Alone(LayerContext):
+    """The context of one shard of the slots that has all."""
+
+    def psum_seq(self, x):
+        return x
+
+    def pmax_seq(self, x):
+        return x
+
+
+class Half(Alone):
+    """That of one of two shards, whose sums are 1."""
+
+    def psum_seq(self, x):
+        return jnp.ones_like(x)
+
+
+def context(kind=Alone):
+    total = jnp.zeros(1, jnp.int32)
+    return kind(scale=SCALE, window=None, rope=tiny_config().rope, total=total)
+
+
+def shares(q, k, keys, past, valid, how):
+    run = functools.partial(block_shares, how=how, ctx=context())
+    return computed(run, q, k, keys, past, valid)
 
 
 def test_shares_are_of_the_softmax_of_the_antidiagonals_means():
@@ -52,8 +74,9 @@ def test_shares_are_of_the_softmax_of_the_antidiagonals_means():
         np.testing.assert_allclose(found[b, n, tile], expected, atol=1e-5)
 
 
-def chosen(given, past, how, ctx: Any = ALONE):
-    return computed(lambda x, y: chosen_blocks(x, y, how, ctx), given, np.array(past, np.int32))
+def chosen(given, past, how, kind=Alone):
+    run = functools.partial(chosen_blocks, how=how, ctx=context(kind))
+    return computed(run, given, np.array(past, np.int32))
 
 
 @pytest.mark.parametrize("mass", [0.5, 0.9, 0.99])
@@ -83,9 +106,8 @@ def test_a_density_is_a_number_of_blocks_of_those_that_there_are():
 def test_shards_keep_the_mass_together():
     rng = np.random.default_rng(1)
     given = jnp.asarray(rng.dirichlet(np.full(32, 0.1), size=(1, 4, 2)), jnp.float32)
-    ctx: Any = types.SimpleNamespace(psum_seq=lambda x: jnp.full_like(x, 1.0))
     halves = [given[..., :16], given[..., 16:]]
-    found = [chosen(half, [16 * BLOCK], Reading(mass=0.9), ctx) for half in halves]
+    found = [chosen(half, [16 * BLOCK], Reading(mass=0.9), Half) for half in halves]
     missed = sum(np.sum(np.where(c, 0, h), -1) for c, h in zip(found, halves, strict=True))
     assert np.all(missed <= 0.1 + 1e-6)
 
