@@ -210,7 +210,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(checkpoint, book):
     line = [sys.executable, "-m", "jax_longctx", "chat", book, "-c", checkpoint]
     pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     begun = subprocess.Popen(
-        [*line, "--max-tokens", "4000"], env=environment, start_new_session=True, **pipes
+        [*line, "--max-tokens", "40000"], env=environment, start_new_session=True, **pipes
     )
     os.close(theirs)
 
