@@ -39,8 +39,10 @@ QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T 
 # An attention's output and log-sum-exp, and the cache with the new tokens.
 WithCache = tuple[Attended, Any]
 
-# Places of `pallas_kernels.peers` of a layer's weights, by their first axis, and of all of a layer.
-WEIGHT_PLACES, PLACES = ("embed", "heads", "mlp"), 12
+# The first axes of a layer's weights whose products take places of `pallas_kernels.peers`, in the order
+# of the places, and the places of a whole layer.
+WEIGHT_PLACES = ("embed", "heads", "mlp")
+PLACES = 12
 
 # Slots of a stripe: pages divide it, kernels tile by it, and shards hold a multiple of it.
 STRIPE = 128
