@@ -39,8 +39,8 @@ QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T 
 # An attention's output and log-sum-exp, and the cache with the new tokens.
 WithCache = tuple[Attended, Any]
 
-# The first axes of a layer's weights whose products take places of `pallas_kernels.peers`, in the order
-# of the places, and the places of a whole layer.
+# The first axes of a layer's weights whose products take places of `pallas_kernels.peers`, in the
+# order of the places, and the places of a whole layer.
 WEIGHT_PLACES = ("embed", "heads", "mlp")
 PLACES = 12
 
