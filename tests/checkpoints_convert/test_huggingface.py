@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 import jax_longctx
 from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.config import model_config
+from checkpoints_convert.importing import open_source
 from jax_longctx.cli import warm
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models.storage import load_params, read_manifest
@@ -113,7 +114,7 @@ def test_stored_types_may_differ_and_come_back_but_for_float64(tmp_path):
     ],
 )
 def test_answers_end_with_the_ids_of_all_files(tmp_path, config, generation, ends):
-    described = hf_config("llama") | config
+    described = hf_config("llama", num_hidden_layers=1) | config
     source = write_checkpoint(tmp_path / "hf", described, random_state(described))
     if generation is not None:
         named = json.dumps({"eos_token_id": generation})
@@ -124,7 +125,7 @@ def test_answers_end_with_the_ids_of_all_files(tmp_path, config, generation, end
     assert warm._Model(str(tmp_path / "ours"), RunSpec()).stop_ids == ends
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_values_are_cast_to_the_type_asked_for(tmp_path, monkeypatch, dtype):
     # A tensor is read in several pieces.
     monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 32 * 7)
@@ -139,7 +140,8 @@ def test_values_are_cast_to_the_type_asked_for(tmp_path, monkeypatch, dtype):
 def test_packed_experts_of_gpt_oss_are_widened_and_exported_in_bfloat16(tmp_path, monkeypatch):
     # A tensor is read in several pieces.
     monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 32 * 7)
-    described = hf_config("gpt-oss") | {"quantization_config": {"quant_method": "mxfp4"}}
+    described = hf_config("gpt-oss", num_hidden_layers=1)
+    described |= {"quantization_config": {"quant_method": "mxfp4"}}
     files, plain = packed_experts(random_state(described, "bfloat16"))
     manifest = there_and_back(tmp_path, described, files, plain, shards=2)
     assert manifest.dtype == "bfloat16"
@@ -149,7 +151,7 @@ def test_packed_experts_of_gpt_oss_are_widened_and_exported_in_bfloat16(tmp_path
     convert(tmp_path / "hf", tmp_path / "int8", weights="int8")
     rounded = load_params(tmp_path / "ours", RunSpec(weights="int8"))
     assert_same_parameters(load_params(tmp_path / "int8"), rounded)
-    name = "model.layers.1.mlp.experts.down_proj"
+    name = "model.layers.0.mlp.experts.down_proj"
     for lacking, left in (("_blocks", "_scales"), ("_scales", "_blocks")):
         other = {key: value for key, value in files.items() if key != name + lacking}
         source = write_checkpoint(tmp_path / f"no{lacking}", described, other)
@@ -209,7 +211,7 @@ def test_export_splits_into_shards_with_an_index_and_progress_counts_every_byte(
 
 
 def test_a_stored_head_that_is_tied_is_left_out_when_it_is_the_embedding(tmp_path):
-    described = hf_config("llama-tied-biased")
+    described = hf_config("llama-tied-biased", num_hidden_layers=1)
     state = random_state(described)
     state["lm_head.weight"] = state["model.embed_tokens.weight"].copy()
     convert(write_checkpoint(tmp_path / "same", described, state), tmp_path / "ours")
@@ -297,7 +299,7 @@ def test_a_text_model_without_a_head_is_tied_unless_its_config_denies_it(
     described = {"architectures": ["Any"], **outer, "text_config": text | inner}
     source = write_checkpoint(tmp_path / "hf", described, held)
     if tied:
-        assert convert(source, tmp_path / "ours").config.tie_embeddings
+        assert open_source(source).config.tie_embeddings
         return
     with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight .* is missing"):
         convert(source, tmp_path / "ours")
