@@ -281,7 +281,7 @@ def error_response(error: RequestError) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, *REFUSED):
+    if error.status in (408, 503, *REFUSED):
         # What is left of the body is not read.
         headers["connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)

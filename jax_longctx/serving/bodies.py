@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Protocol
 
 import anyio.to_thread
@@ -39,6 +39,15 @@ class Arrivals:
         self._access = access
         # Bytes of all bodies in memory.
         self._held = 0
+        # Of requests whose bodies have not come.
+        self._waits, self._ended = set[asyncio.Timeout](), False
+
+    def end(self) -> None:
+        """Waits for no body any more: those requests, and later ones, are refused with 503."""
+        self._ended = True
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(0)
 
     def drop(self, call: _Holds) -> None:
         """Counts that the request's body has left the memory."""
@@ -55,7 +64,7 @@ class Arrivals:
             raise too_large
         pieces, seconds = [], min(access.body_seconds, access.seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with self._wait(seconds):
                 async for piece in request.stream():
                     request.state.taken = call.body + len(piece)
                     if request.state.taken > limit:
@@ -72,6 +81,9 @@ class Arrivals:
                     call.body += len(piece)
                     pieces.append(piece)
         except TimeoutError:
+            if self._ended:
+                told = "the server is shutting down"
+                raise RequestError(told, status=503, retry_after=10) from None
             raise RequestError(
                 f"the body did not arrive within {seconds:g} s", status=408
             ) from None
@@ -88,11 +100,21 @@ class Arrivals:
         left = int(declared) - getattr(request.state, "taken", 0)
         left = min(left, DROPPED_BODIES * self._access.body)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DROPPED_SECONDS):
+            async with self._wait(DROPPED_SECONDS):
                 while left > 0:
                     # Not `stream`: that has begun already.
                     message = await request.receive()
                     left = 0 if message["type"] != "http.request" else left - len(message["body"])
+
+    @contextlib.asynccontextmanager
+    async def _wait(self, seconds: float) -> AsyncGenerator[None]:
+        """`asyncio.timeout`, which is over when `end` is called."""
+        async with asyncio.timeout(0 if self._ended else seconds) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
 
 
 class Bodies(Arrivals):

@@ -43,6 +43,8 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 # What an engine needs of a request's scope.
 SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 SCOPE += ("root_path", "headers", "client", "server")
+# Seconds for engines to say that their answers have ended, after the time that these have.
+END_SECONDS = 10.0
 # Requests that a door takes at a time; engines for each door.
 CONNECTIONS, ENGINES = 1024, 16
 
@@ -110,7 +112,8 @@ class Door:
         return Starlette(routes=ways, middleware=guards(self._access), exception_handlers=handlers)
 
     async def end(self, seconds: float) -> None:
-        """Ends the engines' answers as `Engine.end`."""
+        """Takes no more requests; ends the engines' answers as `Engine.end`."""
+        self._arrivals.end()
         await self._engines.broadcast("end", seconds).results_async()
 
     async def _refused(self, request: Request, error: RequestError) -> Response:
@@ -205,8 +208,11 @@ def running(
         except (RuntimeError, TimeoutError, RayError, RayServeException) as error:
             raise InputError(f"the replicas do not start: {error}") from error
         yield
-        # A replica may have died.
-        with contextlib.suppress(RayError, RayServeException):
-            door.end.remote(engines["graceful_shutdown_timeout_s"]).result()
+        grace = engines["graceful_shutdown_timeout_s"]
+        # A replica may have died. All doors hear it, also one with all requests that it may hold.
+        with contextlib.suppress(RayError, RayServeException, TimeoutError):
+            door.broadcast("end", grace).results(timeout_s=grace + END_SECONDS)
     finally:
-        serve.delete(NAME)
+        # Serve waits for a minute, and ends by force what has not ended.
+        with contextlib.suppress(TimeoutError):
+            serve.delete(NAME)

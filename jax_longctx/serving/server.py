@@ -182,6 +182,7 @@ class LongServer:
             self._server.force_exit = True
         self._ended, self._signal = True, self._signal or number
         self.scheduler.refuse()
+        self.service.bodies.end()
         self._server.should_exit = True
 
 
