@@ -64,9 +64,9 @@ def masked(q, k, v, lengths, chosen, scale=SCALE):
 
 NAMES = ("reference", "xla", "gpu")
 CASES: dict[str, dict[str, Any]] = {
-    "ragged": dict(queries=200, heads=(4, 2), lengths=(512, 300, 0, 1)),
+    "ragged": dict(queries=130, heads=(4, 2), lengths=(300, 0, 1)),
     "a-block": dict(queries=128, heads=(2, 2), lengths=(128, 129)),
-    "few-queries": dict(queries=3, heads=(8, 1), lengths=(500,)),
+    "few-queries": dict(queries=3, heads=(8, 1), lengths=(512,)),
     "nothing": dict(queries=130, heads=(2, 1), lengths=(512,), density=0),
 }
 
@@ -82,7 +82,7 @@ def masses(implementation, *arguments, **how):
 @pytest.mark.parametrize("stride", [16, 8])
 def test_masses_of_blocks(name, stride):
     dtype = "bfloat16" if name == "gpu" else "float32"
-    slots, lengths = 4096, np.array([4096, 777, 0, 1], np.int32)
+    slots, lengths = 2048, np.array([2048, 777, 0, 1], np.int32)
     q = normal(4, 2, 70, stride * 8, dtype=dtype)
     keys = normal(4, 2, slots, 8, seed=1, dtype=dtype)
     beyond = np.arange(slots) // stride * stride >= lengths[:, None]

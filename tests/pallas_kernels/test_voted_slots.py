@@ -1,11 +1,11 @@
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.voted_slots import Spans, reference, voted_slots
+from tests.drawing import computed
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -43,8 +43,8 @@ def voted_slots_of(*, rows, slots, votes, kept, span, first, local, page=1):
 )
 def test_the_listed_slots_are_those_of_the_definition(options):
     args, how = voted_slots_of(rows=4, **options)
-    expected = reference.voted_slots(*args, **how)
-    found = jax.jit(partial(voted_slots, implementation="xla", **how))(*args)
+    expected = computed(reference.voted_slots, *args, **how)
+    found = computed(voted_slots, *args, implementation="xla", **how)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     number, listed = (np.asarray(x) for x in (expected[1], expected[0]))
