@@ -1,3 +1,6 @@
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,16 +27,23 @@ FILTERS = [{}, {"top_k": 40}, {"top_p": 0.99}]
 NAN, INF = float("nan"), float("inf")
 
 
+@functools.cache
+def seeds_of(seed, rows):
+    return Sampling(seed=seed).of_rows(rows).seed
+
+
 def pick(logits, sampling, *, seen=None, count=0):
     """Tokens of `logits [B, V]` through one compiled `next_token`, as the engine calls it."""
     logits = jnp.asarray(logits, jnp.float32)
     rows = len(logits)
+    if isinstance(sampling.seed, int):
+        sampling = dataclasses.replace(sampling, seed=seeds_of(sampling.seed, rows))
     tokens = _next_token(
         logits,
         None if seen is None else jnp.asarray(seen),
         jnp.full(rows, count, jnp.int32),
         jnp.ones(rows, bool),
-        sampling_values(sampling.of_rows(rows), rows),
+        sampling_values(sampling, rows),
         sampling_static(sampling),
     )
     return np.asarray(tokens)
