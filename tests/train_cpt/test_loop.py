@@ -20,7 +20,7 @@ from jax_longctx.files import read_sealed, seal
 from tests.checkpoints_convert.tiny import full_disk
 from tests.chunks import wrong_chunks
 from tests.patience import patience
-from tests.support import tiny_config
+from tests.support import swap, tiny_config
 from tests.train_cpt.tiny_run import (
     FACTS,
     LENGTH,
@@ -87,7 +87,9 @@ def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path, monkeypa
         if step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    first = run_tiny(Path("../a run"), folder / "data", progress=progress)
+    # Without checkpoints but those of its end.
+    ended = {"loop": dataclasses.replace(LOOP, save_every=STEPS)}
+    first = run_tiny(Path("../a run"), folder / "data", progress=progress, **ended)
     assert (first.step, first.ended) == (5, "terminated")
     assert signal.getsignal(signal.SIGTERM) is before
     run = shutil.move(tmp_path / "a run", tmp_path / "moved")
@@ -97,7 +99,7 @@ def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path, monkeypa
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     again = Path(f"/{tmp_path}/here/../moved")
-    second = run_tiny(again, folder / "data", make_params=no_params)
+    second = run_tiny(again, folder / "data", make_params=no_params, **ended)
     assert digest(second.state) == digest(outcome.state)
     assert losses_of(run) == losses_of(folder / "run")
     assert sorted(os.listdir(tmp_path)) == ["here", "moved"]
@@ -148,17 +150,16 @@ def test_chunks_of_another_step_are_refused(copied):
 @pytest.mark.parametrize("of", ["step", pytest.param("run", marks=pytest.mark.slow)])
 def test_files_of_another_step_or_run_are_refused(straight, copied, tmp_path, of):
     newest, read, refused = copied
-    source, whole = newest.with_name("10"), shutil.copytree(newest, tmp_path / "whole")
+    source = newest.with_name("10")
     if of == "run":
         run_tiny(tmp_path / "other", straight[0] / "data", facts={"config": {"tiny": False}})
         source = tmp_path / "other/checkpoints" / str(STEPS)
     for items in (["state"], ["position"], ["state", "position"]):
         for item in items:
-            shutil.rmtree(newest / item)
-            shutil.copytree(source / item, newest / item)
+            swap(newest / item, source / item)
         refused(" has files of another run or anoth")
-        shutil.rmtree(newest)
-        shutil.copytree(whole, newest)
+        for item in items:
+            swap(newest / item, source / item)
     (newest / "state" / "arrays.json").unlink()
     refused(r"arrays\.json is missing")
     # As an earlier version wrote it.
