@@ -242,8 +242,8 @@ def test_encrypted_files():
     ],
 )
 def test_bounds_on_the_time_of_reading(monkeypatch, name, raw):
-    monkeypatch.setitem(child.READING, "seconds", (2.0, 0))
-    with pytest.raises(InputError, match=f"{name} cannot be read: this takes more than 2 s of"):
+    monkeypatch.setitem(child.READING, "seconds", (0.5, 0))
+    with pytest.raises(InputError, match=f"{name} cannot be read: this takes more than 0.5 s of"):
         documents_in(raw(), name)
     # The next one has a new process.
     monkeypatch.setitem(child.READING, "seconds", (patience(20), 0))
