@@ -195,7 +195,8 @@ def test_ask_chooses_and_says_so(checkpoint, tmp_path, monkeypatch):
 
     asked = invoke("ask", short, "Who?", *how)
     assert "method full: " in asked.stderr
-    asked = invoke("ask", long, "Who?", "--json", *how)
+    kept = tmp_path / "kept"
+    asked = invoke("ask", long, "Who?", "--json", *how, "--save-context", kept)
     assert "method reattention:" in asked.stderr
     said = json.loads(asked.stdout)
     assert said["method"] == "reattention"
@@ -207,8 +208,6 @@ def test_ask_chooses_and_says_so(checkpoint, tmp_path, monkeypatch):
     assert "method full: " in invoke("generate", "The pass", *how, "-m", "auto").stderr
     assert "method full: " not in invoke("generate", "The pass", *how).stderr
     # A saved context is asked under the method that it was saved with.
-    kept = tmp_path / "kept"
-    invoke("ask", long, "Who?", *how, "--save-context", kept)
     again = invoke("ask", "Who?", "--json", *how, "--load-context", kept)
     assert json.loads(again.stdout)["answer"] == said["answer"]
     assert json.loads(again.stdout)["method"] == "reattention"
