@@ -54,6 +54,7 @@ from jax_longctx.models.params import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.origin import digest_of
 from jax_longctx.run_spec import ON_DEVICES, RunFields, RunSpec
+from jax_longctx.settings import AUTO
 from jax_longctx.text import (
     PromptLayout,
     PromptText,
@@ -79,6 +80,7 @@ def load(
     *,
     parse_special: bool = False,
     template: Mapping[str, Any] | None = None,
+    place: Callable[["LongContext", RunSpec], RunSpec] | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
     check: Callable[["LongContext"], object] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
@@ -92,6 +94,9 @@ def load(
       parse_special: whether special tokens that are written in texts, questions and messages are
         read as tokens. Else they are plain text: a document cannot end a turn.
       template: variables of the chat template by name, as {"enable_thinking": False}.
+      place: called where the mesh is "auto" and there are several devices, with the model on one:
+        gives the spec with a mesh. By default it is that of one text of the trained length
+        (`planning.plan.on_best_mesh`).
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       check: called with the model before its weights load, to raise an error of the caller's own.
@@ -110,7 +115,9 @@ def load(
     keep_compilations()
     # It is ready when the tokenizer loads.
     start_child()
-    spec = dataclasses.replace(spec, mesh=spec.devices())
+    auto = spec.mesh == AUTO
+    alone = dataclasses.replace(spec, mesh=None) if auto else spec
+    spec = dataclasses.replace(spec, mesh=alone.devices())
     checkpoint = whole_path(checkpoint)
     manifest = read_manifest(checkpoint)
     folder, eos = tokenizer_folder(checkpoint, manifest), manifest.extras.get("eos_token_id")
@@ -118,10 +125,18 @@ def load(
     tokenizer = Tokenizer.load(folder, eos=eos, **how)
     check_vocabulary(tokenizer, manifest.config)
     spec = spec.over(manifest.dtype, manifest.weights)
-    shapes = abstract_params(manifest.config, spec)
-    # A method that is chosen later is checked then.
-    first = spec if choose is None else dataclasses.replace(spec, **ON_DEVICES)
-    model = LongContext(Engine(manifest.config, shapes, first), tokenizer, manifest)
+
+    def made(spec: RunSpec) -> "LongContext":
+        # A method that is chosen later is checked then.
+        first = spec if choose is None else dataclasses.replace(spec, **ON_DEVICES)
+        shapes = abstract_params(manifest.config, spec)
+        return LongContext(Engine(manifest.config, shapes, first), tokenizer, manifest)
+
+    model = made(spec)
+    if auto and jax.device_count() > 1:
+        spec = (place or _placed)(model, dataclasses.replace(spec, mesh=AUTO))
+        spec = dataclasses.replace(spec, mesh=spec.devices())
+        model = made(spec)
     if choose is not None:
         tier = {"offload": spec.offload, "working_set": spec.working_set}
         model = model.with_method(choose(model), **tier)
@@ -136,6 +151,12 @@ def load(
             params = loading.result()
     model.engine.take_params(params, consume=True)
     return model
+
+
+def _placed(model: "LongContext", spec: RunSpec) -> RunSpec:
+    from jax_longctx.planning.plan import on_best_mesh
+
+    return on_best_mesh(spec, model.config)
 
 
 class LongContext:

@@ -13,6 +13,7 @@ import jax_longctx
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import settings_of
 from jax_longctx.settings import (
+    AUTO,
     DTYPES,
     Offload,
     Reading,
@@ -53,7 +54,7 @@ class RunSpec:
     Attributes:
       method: a long-context method; None for full attention.
       mesh: devices: their numbers along the axes, as "seq=2,tensor=4", or a mesh (`make_mesh`);
-        None for one device.
+        "auto" where `load` and the commands choose them; None for one device.
       dtype: of weights and caches: "float32", "bfloat16" or "float16"; None for the
         checkpoint's.
       chunk: tokens of a row that one prefill pass takes.
@@ -84,7 +85,7 @@ class RunSpec:
     reading: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.mesh, str):
+        if isinstance(self.mesh, str) and self.mesh != AUTO:
             parse_mesh(self.mesh)
         if self.dtype is not None:
             check_name(DTYPES, self.dtype, "dtype")
@@ -131,16 +132,27 @@ class RunSpec:
         return self.method or Full()
 
     def devices(self) -> Any:
-        """The mesh; JAX's devices start. ConfigError where there are too few."""
+        """The mesh; JAX's devices start. ConfigError where there are too few.
+
+        A mesh "auto" of several devices is a ConfigError: it is chosen before (`on_best_mesh`).
+        """
         if not (self.mesh is None or isinstance(self.mesh, str)):
             return self.mesh
+        import jax
+
         from jax_longctx.memory import allow_pinned
         from jax_longctx.sharding import make_mesh
 
         if self.offload is not None:
             # Before a mesh starts the devices.
             allow_pinned()
-        sizes: dict[str, Any] = dict(parse_mesh(self.mesh or ""))
+        auto = self.mesh == AUTO
+        if auto and jax.device_count() > 1:
+            raise ConfigError(
+                "mesh auto is chosen for a text, by `load` and the commands that decode; name the "
+                "axes here, as tensor=2"
+            )
+        sizes: dict[str, Any] = dict(parse_mesh("" if auto else self.mesh or ""))
         return make_mesh(**sizes)
 
     def facts(self) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.files import expanded, read_text
 
 MESH_AXES = ("data", "seq", "tensor")
+# The value of `--method`, and of `--mesh`, that leaves the choice to the library.
+AUTO = "auto"
 # Largest repetition penalty: a larger product with a logit could exceed float32's range.
 MOST_PENALTY = 1e6
 SEEDS = 2**64

@@ -120,9 +120,9 @@ class Timed:
         except (ConfigError, *TOO_MUCH) as error:
             return {"failed": str(error).splitlines()[0]}
         row = _of_steps(measured, shape.config.num_layers)
-        moved = decode_work(shape.setup(method), batch=batch, read=found.read).read
-        limit = moved / self.bandwidth
-        row |= {"bytes": moved, "limit_seconds": limit, "share": limit / row["seconds"]}
+        work = decode_work(shape.setup(method), batch=batch, context=length, read=found.read)
+        limit = work.read / self.bandwidth
+        row |= {"bytes": work.read, "limit_seconds": limit, "share": limit / row["seconds"]}
         return row | dataclasses.asdict(found)
 
 

@@ -70,7 +70,8 @@ def run(
             row |= measured.steps()
             sizes: dict[str, Any] = dict(batch=1, context=context, reserve=1)
             setup = shape.setup(method)
-            moved = decode_work(setup, batch=1, read=footprint(setup, **sizes).read).read
+            held = footprint(setup, **sizes)
+            moved = decode_work(setup, batch=1, context=context, read=held.read).read
             limit = moved / bandwidth
             row |= {"bytes": moved, "limit_seconds": limit, "share": limit / row["seconds"]}
             if read:

@@ -198,7 +198,7 @@ def ask(
     document = None if sources is None else read_documents(sources, terminal)
     compiling = Compiling(terminal)
     session = Session(inputs, answers, document, terminal, compiling)
-    begin: dict[str, Any] = {"check": session.check}
+    begin: dict[str, Any] = {"check": session.check, "sizes": session.sizes}
     if document is not None:
         begin["ahead"] = compiling.ahead(session.compile)
     if method.method in (None, options.AUTO):
@@ -265,6 +265,12 @@ class Session:
             self.prompt = None if document is None else layout.context(document.text)
             self.text = None if document is None else encode(self.prompt, bos=True)
         return self.questions
+
+    def sizes(self, model: "LongContext") -> dict[str, int]:
+        """What a mesh is chosen for."""
+        self._take(model)
+        text = {} if self.text is None else {"context": len(self.text)}
+        return {"reserve": self.reserve, **text}
 
     def check(self, model: "LongContext") -> None:
         """Raises an error where method, checkpoint and context do not fit; needs no weights."""

@@ -98,7 +98,11 @@ def batch(
 
     wanted = BatchOptions(**dataclasses.asdict(rows), **answers.arguments())
     loaded = replicas.of(model, method) or model.open(
-        terminal, method, check=lambda loaded: loaded.layout(rows.chat)
+        terminal,
+        method,
+        check=lambda loaded: loaded.layout(rows.chat),
+        # The texts are read later.
+        sizes=lambda loaded: {"batch": rows.rows},
     )
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
         how = {"overwrite": overwrite, "retry_errors": retry_errors}

@@ -16,7 +16,9 @@ from jax_longctx.cli.terminal import (
     save,
 )
 from jax_longctx.errors import InputError
+from jax_longctx.models.presets import preset
 from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import AUTO
 
 # Fields of a run that say what is stored, and where, and what a pass takes.
 STORED = ("chunk", "kv", "weights", "offload", "working_set")
@@ -30,7 +32,7 @@ bench_app = options.App(
 
 _CHUNK = option("Tokens of a prefill pass.", default=8192)
 _MESH = options.mesh(
-    "Devices, e.g. tensor=4 or seq=2,tensor=2, without data. One device unless given."
+    "Devices, e.g. tensor=4 or seq=2,tensor=2, without data, or auto. One device unless given."
 )
 _METHODS = "A method and its settings; repeat for several."
 _COMPARED = {
@@ -46,11 +48,17 @@ def _measure(
     spec: RunSpec,
     output: options.Output,
     shown: Callable[[Any], Iterable[Any]],
+    **sizes: int,
 ) -> None:
     """Runs a module of `jax_longctx.bench`, and hands over what it measured."""
     terminal = output.terminal()
     with terminal.starting():
         run = importlib.import_module(f"jax_longctx.bench.{module}").run
+        if spec.mesh == AUTO:
+            from jax_longctx.planning.plan import on_best_mesh
+
+            how: dict[str, Any] = {"data": False, "say": terminal.note, **sizes}
+            spec = on_best_mesh(spec.over("bfloat16"), preset(asked.model), **how)
     result = run(asked, spec, terminal.note)
     output.hand_over(result, shown)
 
@@ -121,7 +129,9 @@ def decode(
 
         jax-longctx bench decode -m snapkv -m streaming-llm --case 32768 --case 131072
     """
-    _measure("decode", asked, spec, output, bench_tables.steps)
+    rows, tokens = zip(*asked.sizes, strict=True)
+    sizes = {"context": max(tokens), "batch": max(count or 1 for count in rows)}
+    _measure("decode", asked, spec, output, bench_tables.steps, **sizes)
 
 
 @bench_app.command()
@@ -159,7 +169,7 @@ def serve(
 
         jax-longctx bench serve --model llama-3.1-8b --context 131072 --rows 16 --out serve.json
     """
-    _measure("serve", asked, spec, output, bench_tables.served)
+    _measure("serve", asked, spec, output, bench_tables.served, context=asked.context)
 
 
 @bench_app.command()
@@ -186,7 +196,7 @@ def prefill(
         "mesh",
         "reading",
         *STORED,
-        mesh=options.mesh("Devices, e.g. seq=4; all along seq unless given."),
+        mesh=options.mesh("Devices, e.g. seq=4, or auto; all along seq unless given."),
         chunk=option("Tokens of a prefill pass on each shard.", default=8192),
     ),
 ) -> None:
@@ -203,7 +213,8 @@ def prefill(
 
         jax-longctx bench prefill -m infllm --case 1048576 --kv int8 --offload host
     """
-    _measure("prefill", asked, spec, output, bench_tables.first_tokens)
+    longest = max(tokens for tokens, _ in asked.sizes)
+    _measure("prefill", asked, spec, output, bench_tables.first_tokens, context=longest)
 
 
 @bench_app.command()

@@ -96,7 +96,7 @@ def chat(
     terminal = Terminal()
     compiling = Compiling(terminal)
     talking = Talking(inputs, answers, terminal, compiling)
-    begin: dict[str, Any] = {"check": talking.check}
+    begin: dict[str, Any] = {"check": talking.check, "sizes": talking.sizes}
     if inputs.load is None:
         begin["ahead"] = compiling.ahead(talking.compile)
     if method.method in (None, options.AUTO):
@@ -157,6 +157,13 @@ class Talking:
             layout = model.layout(chosen_chat(model, None, self.inputs.chat))
             self.text = model.tokenizer.encode(layout.context(self.documents.text), bos=True)
         return self.text
+
+    def sizes(self, model: "LongContext") -> dict[str, int]:
+        """What a mesh is chosen for."""
+        from jax_longctx.conversation import ROOM
+
+        text = {} if self.inputs.load else {"context": len(self._encoded(model))}
+        return {"reserve": ROOM, **text}
 
     def choose(self, model: "LongContext") -> Any:
         """The method for the texts, or the saved context's."""

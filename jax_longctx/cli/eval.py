@@ -22,7 +22,6 @@ from jax_longctx.cli.terminal import (
 from jax_longctx.errors import InputError
 from jax_longctx.origin import MADE_FROM
 from jax_longctx.run_spec import run_facts
-from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -228,7 +227,6 @@ def _run(
         raise InputError("--output is missing; name a folder for rows and report")
     if not config.run.checkpoint:
         raise InputError("no model given; name one with --checkpoint")
-    parse_mesh(config.run.mesh or "")
     if config.run.checkpoint != DEMO:
         check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
@@ -346,7 +344,11 @@ def _open(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
     choice = options.ModelChoice(checkpoint=checkpoint, run=config.run.spec)
-    return replicas.of(choice, resident=True) or choice.open(terminal, resident=True)
+    longest = max(max(part.lengths) for part in config.part)
+    sizes = {"context": longest, "batch": config.run.batch}
+    return replicas.of(choice, resident=True) or choice.open(
+        terminal, resident=True, sizes=lambda loaded: sizes
+    )
 
 
 def _report(

@@ -66,9 +66,12 @@ def generate(
         tokens = len(encoded(loaded.tokenizer)) + answers.max_tokens
         return choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
 
+    def sizes(loaded: "LongContext") -> dict[str, int]:
+        return {"context": len(encoded(loaded.tokenizer)), "reserve": answers.max_tokens}
+
     how: dict[str, Any] = {"choose": chosen} if method.method == options.AUTO else {}
     with compiling.watching():
-        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead), **how)
+        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead), sizes=sizes, **how)
         row = encoded(loaded.tokenizer)
         compiling.wait()
         with terminal.warnings(), terminal.progress("reading") as update:

@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method
 from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.run_spec import ON_DEVICES, RunSpec, run_facts
-from jax_longctx.settings import Sampling, parse_pairs
+from jax_longctx.settings import AUTO, Sampling, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -211,8 +211,6 @@ def _named(table: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in table if name.startswith(incomplete)]
 
 
-# The value of `--method` that leaves the choice to `jax_longctx.choosing`.
-AUTO = "auto"
 ONE_METHOD = {"callback": checked(check_method), "autocompletion": _named(METHODS)}
 
 
@@ -248,7 +246,8 @@ def dtype(default: str | None = None) -> Any:
 
 def mesh(
     help: str = "Devices, e.g. data=1,seq=2,tensor=4: tensor splits weights and heads, seq the "
-    "cache of one long text, data the rows of a batch. One device unless given.",
+    "cache of one long text, data the rows of a batch; or auto, for the fastest steps by the "
+    "arithmetic of [bold]jax-longctx plan[/bold]. One device unless given.",
 ) -> Any:
     """`--mesh`: `str | None`; the number of devices is checked later."""
     return option(help, metavar="SIZES")
@@ -396,6 +395,7 @@ class ModelChoice:
         method: MethodChoice | Spec | None = None,
         *,
         resident: bool = False,
+        sizes: Callable[["LongContext"], Mapping[str, Any]] | None = None,
         **how: Any,
     ) -> "LongContext":
         """Loads the checkpoint with method and mesh; cheap checks come first.
@@ -405,6 +405,8 @@ class ModelChoice:
         Args:
           resident: the loaded model's own contexts lie on the devices, for a command that makes an
             engine of each method and says there where contexts lie.
+          sizes: what `--mesh auto` is chosen for, as `planning.plan.on_best_mesh` takes it; else
+            one row of the trained length.
         """
         with terminal.starting(f"loading {self.checkpoint}"):
             if isinstance(method, Spec):
@@ -414,9 +416,12 @@ class ModelChoice:
             from jax_longctx.api import load
 
             run = self.run
+            if run.mesh == AUTO:
+                how["place"] = functools.partial(_place, terminal, sizes)
             if run.mesh is not None or resident:
                 # They pin memory for contexts that are offloaded, of which `load` is not told.
-                run = dataclasses.replace(run, mesh=run.devices())
+                mesh = (dataclasses.replace(run, mesh=None) if run.mesh == AUTO else run).devices()
+                run = dataclasses.replace(run, mesh=AUTO if run.mesh == AUTO else mesh)
             return load(
                 self.checkpoint,
                 dataclasses.replace(run, method=made, **(ON_DEVICES if resident else {})),
@@ -424,6 +429,18 @@ class ModelChoice:
                 template=template_variables(self.template or ()),
                 **how,
             )
+
+
+def _place(
+    terminal: Terminal,
+    sizes: Callable[["LongContext"], Mapping[str, Any]] | None,
+    model: "LongContext",
+    spec: RunSpec,
+) -> RunSpec:
+    from jax_longctx.planning.plan import on_best_mesh
+
+    asked = {} if sizes is None else sizes(model)
+    return on_best_mesh(spec, model.config, say=terminal.note, **asked)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.settings import StoredForm, parse_mesh
+from jax_longctx.settings import AUTO, StoredForm, parse_mesh
 
 if TYPE_CHECKING:
     from jax_longctx.planning.plan import Plan, PlanRequest
@@ -69,7 +69,8 @@ def plan(
     """Plan a model, a method and a context for devices that need not exist.
 
     Bytes on each device against its memory, the longest context that fits, and times that a
-    roofline predicts, with its constants. A mesh is proposed unless one is given.
+    roofline predicts, with its constants. The mesh with the fastest steps is proposed unless one
+    is given.
 
     [bold]Examples[/bold]
 
@@ -86,7 +87,7 @@ def plan(
     with terminal.starting():
         from jax_longctx.choosing import beyond_trained
         from jax_longctx.methods import make_method, settings_of
-        from jax_longctx.planning.plan import PlanRequest, alternatives, make_plan, propose_mesh
+        from jax_longctx.planning.plan import PlanRequest, alternatives, candidates, make_plan
 
         asked: dict[str, Any] = dataclasses.asdict(rows)
         auto = method.method == options.AUTO
@@ -94,7 +95,8 @@ def plan(
         run = dataclasses.replace(run.over("bfloat16", held), method=chosen)
         request = PlanRequest(config=config, spec=run, target=devices, **asked)
     with terminal.waiting("planning"):
-        sizes = propose_mesh(request) if run.mesh is None else parse_mesh(run.mesh)
+        proposed = candidates(request) if run.mesh in (None, AUTO) else []
+        sizes = proposed[0].mesh if proposed else parse_mesh(run.mesh or "")
         made = make_plan(request, sizes)
         others = {} if made.fits else alternatives(request, made.mesh)
         if auto:
@@ -109,7 +111,11 @@ def plan(
         "target": devices.name,
         "devices": devices.count,
         "mesh": made.mesh,
-        "mesh_proposed": run.mesh is None,
+        "mesh_proposed": bool(proposed),
+        "meshes": [
+            {"axes": each.axes, "fits": each.fits, "token": each.step, "first": each.first_token}
+            for each in proposed
+        ],
         **asked,
         **run.facts(),
         **_figures(request, made, ARITHMETIC if compiled is None else COMPILED),
@@ -211,10 +217,12 @@ def _shown(record: dict[str, Any]) -> list[Any]:
     c = record["constants"]
     source = " (data sheet)" if c["data_sheet"] else ""
     host = f", host link {c['host_link'] / 1e9:.0f} GB/s" if record["offload"] else ""
+    idle = f"a layer of a step idle for {c['ramp'] * 1e6:.0f} us, for {c['choice'] * 1e6:.0f} more "
+    idle = f"{idle}where it chooses keys; " if c["ramp"] else ""
     constants = (
         f"constants: {c['flops'] / 1e12:.3g} TFLOP/s, {c['bandwidth'] / 1e12:.3g} TB/s{source}; "
         f"assumed: link {c['link'] / 1e9:.0f} GB/s{host}, "
-        f"{c['latency'] * 1e6:.0f} us a collective; "
+        f"{c['latency'] * 1e6:.0f} us a collective; {idle}"
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
@@ -225,11 +233,21 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"{record['model']}, {record['dtype']}{stored(record)}, {record['method']}, "
         f"{record['batch']} x {record['context']:,} tokens, chunks of {record['chunk']:,}",
         f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
+        *_meshes(record["meshes"]),
         numbers,
         _bounds(record) + (f"; {auto}this fits: {', '.join(fitting)}" if fitting else ""),
         *filter(None, [record["beyond_trained"]]),
         Text(constants, style="dim"),
     ]
+
+
+def _meshes(meshes: list[dict[str, Any]]) -> list[str]:
+    """The meshes that fit, or all where none does, with their predicted steps."""
+    from jax_longctx.planning.plan import shown_steps
+
+    fitting = [each for each in meshes if each["fits"]] or meshes
+    told = shown_steps((each["axes"], each["token"]) for each in fitting)
+    return [f"a token takes by mesh: {told}"] if told else []
 
 
 def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:

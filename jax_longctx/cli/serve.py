@@ -267,7 +267,11 @@ def serve(
     def given_of(loaded: "LongContext", temporary: Path | None = None) -> "ServeOptions":
         return _options(loaded, model.checkpoint, listening, limits, keys, temporary)
 
-    loaded = model.open(terminal, method, check=given_of)
+    def sizes(loaded: "LongContext") -> dict[str, int]:
+        whole = limits.length or loaded.config.trained_length
+        return {"context": whole, "batch": limits.rows, "data": False}
+
+    loaded = model.open(terminal, method, check=given_of, sizes=sizes)
     temporary = None
     if limits.contexts is None and process.is_leader():
         temporary = Path(tempfile.mkdtemp(prefix="jax-longctx-contexts-"))

@@ -183,10 +183,10 @@ class LayerPass:
         output = None
         if self.layer.method.wants_output and self.segment.role != "decode":
             output = floats_of(weights["attn"]["o"])
-        attend = functools.partial(self._attend, (specs, output))
+        attend = functools.partial(self.attend, (specs, output))
         return layer_of(config, weights)(x, cache, attend, products)
 
-    def _attend(
+    def attend(
         self, own: Any, q: Array, k: Array, v: Array, cache: Any, sinks: Array | None = None
     ) -> tuple[Array, Any]:
         """What the layer calls with its queries, keys and values: `_attend_here` on each device.

@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jax_longctx.choosing import Case, Choice, choose
@@ -20,10 +22,11 @@ from jax_longctx.engine import capacity
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError, LongctxError
+from jax_longctx.memory import allow_pinned
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import param_infos
-from jax_longctx.planning.targets import Chip, Target
+from jax_longctx.planning.targets import Chip, Target, target_at_hand
 from jax_longctx.planning.work import (
     Work,
     context_segments,
@@ -38,11 +41,11 @@ from jax_longctx.planning.work import (
     weight_bytes,
 )
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.settings import at_least
+from jax_longctx.settings import AUTO, at_least
 from jax_longctx.sharding import MESH_AXES, undivided
 
-# Tokens of the answer that a proposed mesh is judged by, after the first.
-ANSWER = 256
+# Meshes that a choice is shown with; the one of one device.
+SHOWN, ONE = 4, "one device"
 # The largest context that fits is a multiple of this.
 STEP = 1024
 PROBE = 4096
@@ -114,6 +117,11 @@ class Plan:
     moved: float = 0.0
 
     @property
+    def axes(self) -> str:
+        """The mesh as `--mesh` takes it, without axes of one device."""
+        return ",".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
+
+    @property
     def used(self) -> int:
         """Bytes of the device's memory that are used."""
         return self.weights + self.cache + self.temporaries
@@ -140,8 +148,9 @@ def make_plan(
         case = dataclasses.replace(case, scale=temporaries / case.temporaries(request.context))
     chip, context, rows = request.target.chip, request.context, case.rows
     prefill = prefill_work(case.setup, batch=rows, context=context, reserve=request.reserve)
-    decode = decode_work(case.setup, batch=rows, read=case.caches(context).read)
-    step, caches = _decode_seconds(decode, chip), case.caches(context)
+    caches = case.caches(context)
+    decode = decode_work(case.setup, batch=rows, context=context, read=caches.read)
+    step = _decode_seconds(decode, chip)
     moved = _host_seconds(case.setup, context, request.reserve, caches.host)
     return Plan(
         mesh=dict(case.setup.mesh.shape),
@@ -161,21 +170,78 @@ def make_plan(
     )
 
 
-def propose_mesh(request: PlanRequest) -> dict[str, int]:
-    """The mesh over the target's devices that fits and has the shortest time to an answer.
+def candidates(request: PlanRequest, *, data: bool = True) -> list[Plan]:
+    """Plans on the meshes that the model divides over, the best first.
 
-    Where none fits, the mesh that needs the least memory. It has all devices, where the model
-    divides over any mesh of all.
+    A mesh has all devices, or so few that they divide into such meshes. Those that fit come first:
+    by the time of a step, then by the time to the first token. Where none fits, the mesh that needs
+    the least memory is first.
+
+    Args:
+      data: whether a mesh may divide the rows.
 
     Raises:
-      ConfigError: the model divides over no mesh, or the method refuses it.
+      ConfigError: the method refuses the model, or each mesh.
     """
     request.spec.method.check_model(request.config)
-    for count in range(request.target.count, 0, -1):
-        plans = list(filter(None, (_tried(request, sizes) for sizes in _meshes(count))))
-        if plans:
-            return min(plans, key=_rank).mesh
-    raise ConfigError(f"the model divides over no mesh of {request.target.name}")
+    total, plans = request.target.count, []
+    for count in (count for count in range(total, 0, -1) if total % count == 0):
+        meshes = [sizes for sizes in _meshes(count) if data or sizes["data"] == 1]
+        plans += filter(None, (_tried(request, sizes) for sizes in meshes))
+    if not plans:
+        raise ConfigError(f"the model divides over no mesh of {request.target.name}")
+    return sorted(plans, key=_rank)
+
+
+def on_best_mesh(
+    spec: RunSpec,
+    config: ModelConfig,
+    *,
+    data: bool = True,
+    say: Callable[[str], object] = lambda text: None,
+    **rows: int,
+) -> RunSpec:
+    """The spec with its mesh, which is "auto", chosen of the devices at hand.
+
+    Args:
+      spec: for the model's weights (`RunSpec.over`).
+      data: whether a mesh may divide the rows.
+      say: is told the choice and the predicted steps, in one line.
+      rows: `context`, `reserve` and `batch` of `PlanRequest`; else one row of the trained length.
+
+    Raises:
+      ConfigError: as `candidates`, or the rates of these devices are not known.
+    """
+    if spec.mesh != AUTO:
+        return spec
+    if spec.offload is not None:
+        # Before the devices start.
+        allow_pinned()
+    count = jax.device_count()
+    if count == 1:
+        return spec
+    request = PlanRequest(
+        config=config,
+        spec=dataclasses.replace(spec, method=spec.chosen()),
+        target=target_at_hand(),
+        **{"context": config.trained_length, **rows},
+    )
+    plans = candidates(request, data=data)
+    if jax.process_count() > 1:
+        # Every process needs a device.
+        plans = [plan for plan in plans if math.prod(plan.mesh.values()) == count]
+    if not plans:
+        raise ConfigError(f"the model divides over no mesh of all {count} devices; name a mesh")
+    told = shown_steps((plan.axes, plan.step) for plan in plans)
+    about = f"{request.batch} x {request.context:,} tokens"
+    say(f"mesh {plans[0].axes or ONE}: a step over {about} takes, by arithmetic, {told}")
+    return dataclasses.replace(spec, mesh=plans[0].axes)
+
+
+def shown_steps(steps: Iterable[tuple[str, float]]) -> str:
+    """The first of these axes of meshes, with the seconds that a step takes there."""
+    first = itertools.islice(steps, SHOWN)
+    return ", ".join(f"{axes or ONE} {seconds * 1e3:.3g} ms" for axes, seconds in first)
 
 
 def alternatives(request: PlanRequest, mesh: dict[str, int]) -> dict[str, Plan]:
@@ -242,13 +308,16 @@ def _tried(request: PlanRequest, sizes: dict[str, int]) -> Plan | None:
         return None
     if request.spec.offload is not None and sizes["seq"] > 1:
         return None
-    return make_plan(request, sizes, largest=False)
+    with contextlib.suppress(ConfigError):
+        return make_plan(request, sizes, largest=False)
+    return None
 
 
 def _rank(plan: Plan) -> tuple[Any, ...]:
     if plan.fits:
-        return False, plan.first_token + ANSWER * plan.step
-    return True, plan.used
+        # Steps whose first two digits are the same are as good as equal.
+        return False, float(f"{plan.step:.2g}"), plan.first_token
+    return True, plan.used, plan.step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +422,8 @@ def _prefill_seconds(work: Work, chip: Chip) -> float:
 def _decode_seconds(work: Work, chip: Chip) -> float:
     compute = (work.linear + work.attention) / (chip.flops * chip.linear_share)
     read = work.read / (chip.bandwidth * chip.bandwidth_share)
-    return max(compute, read) + _waiting(work, chip)
+    idle = work.layers * chip.ramp + work.choices * chip.choice
+    return max(compute, read) + idle + _waiting(work, chip)
 
 
 def _host_seconds(setup: Setup, context: int, reserve: int, host: int) -> float:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import ConfigError, InputError
 
 GIB = 1024**3
 
@@ -27,7 +27,9 @@ class Chip:
       link: bytes/s that a device receives in a collective along one mesh axis.
       latency: seconds of the smallest collective.
       linear_share, attention_share: of `flops` that projections and prefill attention reach.
-      bandwidth_share: of `bandwidth` that a decode step reaches.
+      bandwidth_share: of `bandwidth` that a decode step reaches while it reads.
+      ramp: seconds of each layer of a step in which its kernels begin and end and read nothing.
+      choice: seconds of a layer more where a step chooses which keys it reads.
       data_sheet: whether memory, flops and bandwidth are from a data sheet, or assumed.
     """
 
@@ -39,8 +41,15 @@ class Chip:
     linear_share: float
     attention_share: float
     bandwidth_share: float
+    ramp: float = 0.0
+    choice: float = 0.0
     data_sheet: bool = True
 
+
+# Ramp and choice of the kernels for Hopper, some 15 and 7 launches a layer; they are of steps over
+# 32,768 and 131,072 tokens on one H200 (`docs/results/decode-steps.json`). The lower shares of
+# bandwidth that are assumed for other chips stand for theirs.
+_HOPPER = (32e-6, 30e-6)
 
 # Memory, FLOP/s and bandwidth; link and latency; shares of linear layers, attention and bandwidth.
 # A TPU's link is both directions of one torus axis.
@@ -48,8 +57,8 @@ CHIPS = {
     "v5e": Chip(16 * GIB, 197e12, 0.82e12, 90e9, 3e-6, 0.6, 0.5, 0.8),
     "v5p": Chip(95 * GIB, 459e12, 2.77e12, 180e9, 3e-6, 0.65, 0.7, 0.8),
     "v6e": Chip(32 * GIB, 918e12, 1.64e12, 180e9, 3e-6, 0.5, 0.3, 0.8),
-    "h100": Chip(80 * 10**9, 989e12, 3.35e12, 370e9, 12e-6, 0.7, 0.55, 0.72),
-    "h200": Chip(141 * 10**9, 989e12, 4.8e12, 370e9, 12e-6, 0.7, 0.55, 0.72),
+    "h100": Chip(80 * 10**9, 989e12, 3.35e12, 370e9, 9e-6, 0.7, 0.55, 0.91, *_HOPPER),
+    "h200": Chip(141 * 10**9, 989e12, 4.8e12, 370e9, 9e-6, 0.7, 0.55, 0.91, *_HOPPER),
     "a100": Chip(80 * 10**9, 312e12, 2.04e12, 250e9, 12e-6, 0.65, 0.25, 0.6),
     "l40s": Chip(48 * 10**9, 362e12, 0.864e12, 25e9, 15e-6, 0.65, 0.25, 0.6),
     "rtx4090": Chip(24 * 10**9, 165e12, 1.01e12, 25e9, 15e-6, 0.65, 0.25, 0.6),
@@ -96,3 +105,18 @@ def parse_target(name: str) -> Target:
         f"--target {name!r} is not understood; expected v5e:4x4, v5p:4x4x4, v6e:8x8, or with a "
         f"number as h100x8: {others.replace('|', ', ')}"
     )
+
+
+def target_at_hand() -> Target:
+    """The devices of all processes; ConfigError where their rates are not known."""
+    import jax
+
+    device, count = jax.devices()[0], jax.device_count()
+    name = "".join(device.device_kind.lower().split()).replace("lite", "e")
+    kind = next((kind for kind in CHIPS if kind in name), None)
+    if kind is None:
+        raise ConfigError(
+            f"mesh auto does not know the rates of {device.device_kind}; name the axes, as tensor="
+            f"{count}"
+        )
+    return Target(f"{kind}x{count}", kind, count, name if device.platform == "tpu" else None)

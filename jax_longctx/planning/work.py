@@ -13,25 +13,42 @@ Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 - for a method that does not change prefill: all causal pairs, the keys divided over the shards, or
   the share of them that `--reading` names;
 - for any other: for each token as many keys as a decode step reads at that length.
+
+What a decode step's attention exchanges, the choice of what it reads included, is counted in its
+trace (`attention_traffic`).
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jax_longctx.contract import Feed, PrefillWork, Segment
+from jax_longctx.contract import Feed, PrefillWork, Segment, decode_segment
 from jax_longctx.contract.merging import merge_cost
 from jax_longctx.engine import capacity
 from jax_longctx.engine.allocate import abstract_caches
+from jax_longctx.engine.layers import LayerPass
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import param_infos
-from jax_longctx.sharding import ParamInfo, leaf_axes, logical_sharding, undivided
+from jax_longctx.sharding import (
+    MESH_AXES,
+    ParamInfo,
+    Stacked,
+    layers_in,
+    leaf_axes,
+    logical_sharding,
+    tree_specs,
+    undivided,
+)
 
 # Lengths at which the keys that a token attends to are counted.
 SAMPLES = 8
@@ -41,6 +58,8 @@ QUESTION = 32
 # Weights of a layer that are gathered for tokens that are spread over `seq`: those of q, k and v,
 # of the output projection, of gate and up, and of down.
 GATHERS = 4
+# Primitives of JAX that exchange numbers.
+EXCHANGES = ("all_gather", "psum", "pmax", "pmin", "ppermute", "all_to_all")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +71,8 @@ class Work:
       read: bytes read of weights and cache.
       received: bytes received over the interconnect.
       collectives: number of collectives that run one after the other.
+      layers: how many begin and end one after the other, of a decode step.
+      choices: how many of them choose first which keys they read.
     """
 
     linear: float
@@ -59,6 +80,8 @@ class Work:
     read: float
     received: float
     collectives: int
+    layers: int = 0
+    choices: int = 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -211,12 +234,14 @@ def prefill_work(
     )
 
 
-def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
+def decode_work(setup: Setup, *, batch: int, context: int, read: int) -> Work:
     """The work of one decode step; `read` is the bytes that it reads of all caches."""
     config, shape = setup.config, setup.mesh.shape
     tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = own_matmuls(setup, a_token=True)
-    received, collectives = _traffic(setup, rows, 1, spread=False)
+    attended = attention_traffic(setup, rows, context)
+    received, collectives = _traffic(setup, rows, 1, spread=False, attended=attended)
+    chooses = setup.method.info.keeps_all and setup.method.info.phase in ("decode", "both")
     divided = shape["data"] * tensor * (shape["seq"] if _divides_slots(setup) else 1)
     pairs = read / setup.token_bytes
     return Work(
@@ -225,7 +250,72 @@ def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
         read=step_weight_bytes(setup, rows) + read / divided,
         received=received,
         collectives=collectives,
+        layers=config.num_layers,
+        choices=chooses * sum(window is None for window in config.windows),
     )
+
+
+def attention_traffic(setup: Setup, rows: int, context: int) -> tuple[float, int]:
+    """Bytes that a device receives in the attention of a decode step, and its collectives."""
+    sizes, received, count = setup.mesh.shape, 0.0, 0
+    # More shards of an axis exchange alike: the smallest number is traced.
+    traced = {axis: _least_factor(size if axis != "data" else 1) for axis, size in sizes.items()}
+    share = traced["tensor"] / sizes["tensor"]
+    for axes, gathers, size in _exchanges(setup, tuple(traced.values()), rows, context):
+        shards = math.prod(sizes[axis] for axis in axes)
+        received += share * size * ((shards - 1) if gathers else 2 * (shards - 1) / shards)
+        count += shards > 1
+    return received, count
+
+
+@functools.lru_cache(maxsize=256)
+def _exchanges(
+    setup: Setup, sizes: tuple[int, ...], rows: int, context: int
+) -> list[tuple[tuple[str, ...], bool, int]]:
+    """Of each collective in a step's attention its axes, whether it gathers, and its bytes."""
+    if math.prod(sizes) == 1:
+        return []
+    # Every platform exchanges the same.
+    on: dict[str, Any] = {"abstract_device": AbstractDevice("cpu", None, "cpu")}
+    mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, **on)
+    setup, found = dataclasses.replace(setup, mesh=mesh), []
+    config, one = setup.config, jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    done = jax.ShapeDtypeStruct((rows,), jnp.bool)
+    segment = decode_segment(one, one, done, setup.method.step_variant(1))
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+    new = [jax.ShapeDtypeStruct((rows, 1, n, config.head_dim), setup.dtype) for n in heads]
+    for _, layer, cache in setup.with_layers(capacity.staged_caches(setup, rows, context, 1)[-1]):
+        own = cache
+        if isinstance(cache, Stacked):
+            own = jax.eval_shape(lambda run: jax.tree.map(lambda x: x[0], run), cache.cache)
+
+        def attend(segment: Any, total: Any, own: Any, new: Any, layer: Any = layer) -> Any:
+            (q, k, v), given = new, (tree_specs(own), None)
+            return LayerPass(setup, layer, segment, total).attend(given, q, k, v, own)
+
+        traced = jax.make_jaxpr(attend)(segment, done.update(dtype=jnp.int32), own, new)
+        found += layers_in(cache) * [*_collectives(traced.jaxpr)]
+    return found
+
+
+def _collectives(jaxpr: Any) -> Iterator[tuple[tuple[str, ...], bool, int]]:
+    """As `_exchanges`, in a program; of branches those of the one with the most."""
+    for each in jaxpr.eqns:
+        inner = [[*_collectives(one)] for one in jaxprs_in_params(each.params)]
+        if each.primitive.name == "cond":
+            inner = [max(inner, key=len)]
+        for found in inner:
+            yield from found
+        if each.primitive.name in EXCHANGES:
+            axes = each.params.get("axes", each.params.get("axis_name"))
+            axes = (axes,) if isinstance(axes, str) else axes
+            size = sum(x.aval.size * x.aval.dtype.itemsize for x in each.invars)
+            yield axes, each.primitive.name == "all_gather", size
+
+
+def _least_factor(size: int) -> int:
+    """The smallest divisor above 1; 1 of 1."""
+    return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
 
 def _divides_slots(setup: Setup) -> bool:
@@ -242,8 +332,18 @@ def sum_parts(setup: Setup, axis: str) -> int:
     return setup.mesh.shape["tensor"] * (1 if whole else setup.mesh.shape["seq"])
 
 
-def _traffic(setup: Setup, tokens: float, segments: int, spread: bool) -> tuple[float, int]:
-    """Bytes that a device receives for `tokens` in all `segments`, and number of collectives."""
+def _traffic(
+    setup: Setup,
+    tokens: float,
+    segments: int,
+    spread: bool,
+    attended: tuple[float, int] | None = None,
+) -> tuple[float, int]:
+    """Bytes that a device receives for `tokens` in all `segments`, and number of collectives.
+
+    Args:
+      attended: of them those of all layers' attention, where they are known.
+    """
     config, item = setup.config, setup.dtype.itemsize
     tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
     received, collectives = 0.0, 0
@@ -255,17 +355,20 @@ def _traffic(setup: Setup, tokens: float, segments: int, spread: bool) -> tuple[
             received += 2 * tokens * config.model_dim * item * (parts - 1) / parts
             collectives += segments
     if shards > 1 and not spread:
-        # Partial results over each shard's own keys.
-        size = int(tokens / segments * config.num_heads) // tensor
-        sent, times = merge_cost(size, config.head_dim, item, shards)
-        received += segments * sent
-        collectives += segments * times
+        if attended is None:
+            # Partial results over each shard's own keys.
+            size = int(tokens / segments * config.num_heads) // tensor
+            sent, times = merge_cost(size, config.head_dim, item, shards)
+            received += segments * sent
+            collectives += segments * times
         if sum_parts(setup, "head_dim") > tensor:
             # Queries, keys and values, of whose width each shard computes a part.
             heads = (config.num_heads + 2 * config.num_kv_heads) // tensor
             received += tokens * heads * config.head_dim * item * (shards - 1) / shards
             collectives += segments
     received, collectives = config.num_layers * received, config.num_layers * collectives
+    if attended is not None:
+        received, collectives = received + attended[0], collectives + attended[1]
     if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
         own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
         each = stored_bytes(setup), item

@@ -14,6 +14,7 @@ from jax_longctx import api
 from jax_longctx.cli.ask import Inputs
 from jax_longctx.errors import InputError
 from jax_longctx.files import seal
+from jax_longctx.planning.targets import CHIPS
 from jax_longctx.text import chat_layout, plain_layout
 from jax_longctx.text.prompts import Encoder
 from tests.jax_longctx.cli.conftest import refused
@@ -254,6 +255,30 @@ def test_options_reach_the_library(run, loads, book):
     assert options["method"] is None
     run(*given, "--method", "snapkv", "--set", "budget=99", code=0)
     assert loads[-1][1]["method"] == jax_longctx.make_method("snapkv", {"budget": 99})
+
+
+@pytest.mark.slow
+def test_auto_chooses_a_mesh_for_the_text(run, checkpoint, book, tmp_path, monkeypatch):
+    """Under rates by which this small model gains from several devices."""
+    chip = dataclasses.replace(CHIPS["cpu"], latency=0.0, link=1e15)
+    monkeypatch.setitem(CHIPS, "cpu", chip)
+    (tmp_path / "rows").write_text('{"prompt": "The"}\n{"prompt": "A"}\n')
+    given, few = ("-c", checkpoint, "--json"), ("--max-tokens", 2)
+    for words in [("ask", book, "Who?", "-m", "auto"), ("generate", book.read_text())]:
+        alone = json.loads(run(*words, *given, *few, code=0).stdout)
+        result = run(*words, *given, *few, "--mesh", "auto", code=0)
+        found = json.loads(result.stdout)
+        text = found["tokens"].get("context") or found["tokens"]["prompt"]
+        told = f"mesh seq=2,tensor=2: a step over 1 x {text:,} tokens takes, by arithmetic, seq=2"
+        assert told in result.stderr
+        assert found["mesh"] == {"data": 1, "seq": 2, "tensor": 2}
+        assert found["answer"] == alone["answer"]
+    batch = ("batch", tmp_path / "rows", tmp_path / "out", "-c", checkpoint, *few, "--rows", 2)
+    result = run(*batch, "--mesh", "auto", code=0)
+    assert "a step over 2 x " in result.stderr and "2 rows" in result.stderr
+    task = ("-t", "passkey", "--length", 300, "--trials", 2, "-o", tmp_path / "evaluated")
+    result = run("eval", "run", *task, "-c", checkpoint, "--mesh", "auto", code=0)
+    assert "a step over 4 x 300 tokens takes" in result.stderr
 
 
 def test_bad_options_and_texts_are_refused_before_the_model_loads(run, loads, book, tmp_path):
