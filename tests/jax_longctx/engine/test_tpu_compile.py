@@ -18,7 +18,7 @@ from jax_longctx.models.mixture import Mixture
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
-from jax_longctx.planning.work import step_weight_bytes
+from jax_longctx.planning.work import decode_work, step_weight_bytes
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import MESH_AXES, make_mesh
@@ -173,6 +173,26 @@ def test_tpu_decode_reads_each_weight_once_over_all_devices():
     assert largest_result(text, "all-gather") < min(arrays_of_layers(setup)) / 20
     # q, k and v; the merge of attention; the sums of the output projection and of the MLP.
     assert 0 <= count_collectives(text)[0] - 4 * setup.config.num_layers <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "mesh", "name"),
+    [
+        ("v5e:2x2", (1, 4, 1), "full"),
+        ("v5e:2x2", (1, 1, 4), "quest"),
+        ("v6e:2x4", (1, 2, 4), "full"),
+        ("v6e:2x4", (1, 8, 1), "quest"),
+    ],
+)
+def test_tpu_decode_exchanges_as_often_as_planned(chip, mesh, name):
+    config = tiny_config(**SIZES | {"vocab_size": 2048})
+    devices = make_mesh(*mesh, devices=tpu(chip))
+    setup = Setup(config, make_method(name), devices, jnp.dtype(jnp.bfloat16), 512)
+    found = count_collectives(compile_decode(setup, 1, SLOTS).as_text())[0]
+    planned = decode_work(setup, batch=1, context=SLOTS - 512, read=0).collectives
+    # The rest are of the embedding, the logits and the next token.
+    assert 0 <= found - planned <= 4 < planned
 
 
 @pytest.mark.slow
