@@ -127,7 +127,7 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
     engine, count, parts = model.engine, len(work["parts"]), _padded(work)
     if (work["request"] or {}).get("seeded"):
         # As the server draws.
-        parts = [{**part, "row": 0} for part in parts]
+        parts = [{**part, "places": [(0, 0)]} for part in parts]
     contexts, questions = ([part[key] for part in parts] for key in ("context", "questions"))
     rounds = max(map(len, questions))
     context = engine.prefill(
@@ -142,7 +142,7 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
         answers = model.ask_all(
             context,
             asked,
-            sampling=options.sampling.at((part["row"], part["first"] + i) for i in range(rounds)),
+            sampling=options.sampling.at(part["places"]),
             keep=False,
             **_ends(options),
         )
@@ -153,7 +153,7 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
         # A row with fewer questions repeats its last one.
         at = [min(number, len(row) - 1) for row in questions]
         asked = [row[i] for row, i in zip(questions, at, strict=True)]
-        places = [(part["row"], part["first"] + i) for part, i in zip(parts, at, strict=True)]
+        places = [part["places"][i] for part, i in zip(parts, at, strict=True)]
         answers = model.ask(
             context,
             asked,

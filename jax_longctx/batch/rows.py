@@ -20,6 +20,7 @@ that was killed computes the remaining batches as it would have without the kill
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,26 +76,18 @@ class Row:
         prompt = self.kind in WHOLE
         return len(self.context) + (len(self.questions[0]) if prompt else 0)
 
-    def parts(self, split: bool) -> Iterator["RowPart"]:
-        """One part, or with `split` a part for each question; none for a row with an error."""
-        if self.error is not None:
-            return
-        groups = [(each,) for each in self.questions] if split else [self.questions]
-        for number, questions in enumerate(groups):
-            yield RowPart(self.index, number, self.context, questions, self.total, self.request)
-
 
 @dataclasses.dataclass(frozen=True)
 class RowPart:
-    """One row of a batch: questions `first`, `first + 1` ... of an input row.
+    """One row of a batch: a text and questions about it, of one row of the input or several.
 
     Attributes:
+      places: of the questions: the input's row, and the question's number in it.
       total: the total length for rotary embedding (see `Engine.prefill`).
       request: how the row asks to be answered.
     """
 
-    row: int
-    first: int
+    places: tuple[tuple[int, int], ...]
     context: tuple[int, ...]
     questions: tuple[tuple[int, ...], ...]
     total: int
@@ -115,6 +108,7 @@ class Line:
       number: of the line, from 1.
       place: of its first byte in the file.
       content: the digest of its file, if any, and the line.
+      text: what its questions are about, to compare it; None where there is no such text.
     """
 
     index: int
@@ -122,6 +116,7 @@ class Line:
     place: int
     raw: bytes
     content: bytes
+    text: Any = None
 
     @property
     def digest(self) -> str:
@@ -150,6 +145,8 @@ class RowReader:
     note: Note = log.warning
     # The last files, which the next rows name too, and their text.
     _last: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict, init=False)
+    # The last text in tokens, which the next rows may be about too.
+    _encoded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, init=False)
 
     def scan(self) -> tuple[int, str]:
         """The number of rows, and a digest of the input and of the files that its rows name.
@@ -178,20 +175,21 @@ class RowReader:
                 lines.seek(place)
             for number, raw in enumerate(lines, start=first):
                 if raw.strip():
-                    yield Line(index, number, place, raw, self._content(raw, known))
+                    yield Line(index, number, place, raw, *self._content(raw, known))
                     index += 1
                 place += len(raw)
 
-    def _content(self, raw: bytes, known: dict[str, str]) -> bytes:
+    def _content(self, raw: bytes, known: dict[str, str]) -> tuple[bytes, Any]:
         try:
             fields = _fields(raw, str(self.path))
             names = _names(fields)
             name = "\0".join(names)
             if names and name not in known:
                 known[name] = hashlib.sha256(self._files(names).encode()).hexdigest()
-            return f"{known[name] if names else ''} ".encode() + raw
+            text = known[name] if names else ""
+            return f"{text} ".encode() + raw, text or fields.get("context")
         except InputError as error:
-            return f"{error} ".encode() + raw
+            return f"{error} ".encode() + raw, None
 
     def row(self, line: Line) -> Row:
         """The row of a line, in tokens."""
@@ -239,9 +237,11 @@ class RowReader:
         questions = (
             _list(fields, "questions") if kind == "questions" else [_text(fields, "question")]
         )
-        context = encode(self.layout.context(document), bos=True)
+        if document not in self._encoded:
+            self._encoded.clear()
+            self._encoded[document] = tuple(encode(self.layout.context(document), bos=True))
         rows = (tuple(encode(self.layout.question(question))) for question in questions)
-        return kind, tuple(context), tuple(rows)
+        return kind, self._encoded[document], tuple(rows)
 
     def _chat(self, messages: Any) -> PromptText:
         """The messages in the chat template; the answer follows the user's last."""
@@ -345,6 +345,40 @@ class Batch:
     request: Request | None = None
 
 
+def windows(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
+    """Lines in turn, `size` together: a text's stay together, of twice as many."""
+    some: list[Line] = []
+    for line in lines:
+        if len(some) >= (2 * size if texts_of([*some[-1:], line]) < 2 else size):
+            yield some
+            some = []
+        some.append(line)
+    if some:
+        yield some
+
+
+def texts_of(lines: Sequence[Line]) -> int:
+    """How many texts and prompts lines have; a text counts again after another one."""
+    pairs = itertools.pairwise(lines)
+    return 1 + sum(one.text is None or one.text != two.text for one, two in pairs)
+
+
+def parts_of(rows: Iterable[Row], split: bool) -> list[RowPart]:
+    """Each prompt, and each text with all questions about it; with `split` with one of them."""
+    found: dict[Any, tuple[Row, list[tuple[int, int]], list[tuple[int, ...]]]] = {}
+    for row in rows:
+        for number, question in enumerate(row.questions):
+            place = row.index, number
+            key = (place,) if split or row.kind in WHOLE else row.context
+            _, places, questions = found.setdefault(key, (row, [], []))
+            places.append(place)
+            questions.append(question)
+    return [
+        RowPart(tuple(places), row.context, tuple(questions), row.total, row.request)
+        for row, places, questions in found.values()
+    ]
+
+
 def pack(
     parts: Iterable[RowPart], rows: int, max_tokens: int, fits: Callable[[int, int], int]
 ) -> list[Batch]:
@@ -364,8 +398,7 @@ def pack(
             kinds.index(part.request),
             -part.length,
             -len(part.questions),
-            part.row,
-            part.first,
+            part.places,
         ),
     )
     batches: list[Batch] = []

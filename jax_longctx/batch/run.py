@@ -20,7 +20,19 @@ from jax_longctx.api import LongContext
 from jax_longctx.batch.answering import Answers, BatchOptions, computing
 from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
 from jax_longctx.batch.requests import failed, response
-from jax_longctx.batch.rows import WHOLE, Batch, Line, Row, RowReader, after, pack
+from jax_longctx.batch.rows import (
+    WHOLE,
+    Batch,
+    Line,
+    Row,
+    RowPart,
+    RowReader,
+    after,
+    pack,
+    parts_of,
+    texts_of,
+    windows,
+)
 from jax_longctx.engine.capacity import available_bytes, footprint
 from jax_longctx.engine.distributed import is_leader
 from jax_longctx.errors import (
@@ -199,7 +211,7 @@ class _Leader:
                 if isinstance(self.model, Replicas):
                     self._spread(self.model, kept)
                 else:
-                    for some in itertools.batched(self.reader().lines(), self.options.window):
+                    for some in windows(self.reader().lines(), self.options.window):
                         yield from self.window(some, kept)
                 if self.reader().scan() != (total, digest):
                     raise InputError(
@@ -279,8 +291,9 @@ class _Leader:
 
     def _spread(self, replicas: Replicas, kept: set[int]) -> None:
         """Answers all rows on replicas, each a share of a window at a time."""
-        items = []
-        for some in itertools.batched(self.reader().lines(), self.options.window):
+        items, batches = [], 1
+        for some in windows(self.reader().lines(), self.options.window):
+            batches = max(batches, -(-texts_of(some) // self.options.rows))
             if not all(line.index in self.ready for line in some):
                 here = {line.index for line in some}
                 item = {"start": (some[0].index, some[0].number, some[0].place), "count": len(some)}
@@ -289,7 +302,7 @@ class _Leader:
                 items.append(item | {"created": self.created})
         # Few windows are read more than once, so that all replicas have work. A row whose questions
         # are in several batches is one replica's.
-        most = 1 if self.about["split"] else self.options.window // self.options.rows
+        most = 1 if self.about["split"] else batches
         of = min(most, -(-SHARES * replicas.count // max(len(items), 1)))
         about = {**self.about, "memory": self.memory}
         make = functools.partial(_sharing, about, self.source, self.options)
@@ -312,8 +325,7 @@ class _Leader:
                 yield f"line {line.number}"
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
-        options = self.options
-        parts = [part for row in rows for part in row.parts(self.about["split"])]
+        options, parts = self.options, parts_of(rows, self.about["split"])
         return pack(parts, options.rows, options.max_tokens, self._fits)
 
     def window(self, some: Sequence[Line], kept: set[int]) -> Batches:
@@ -329,11 +341,12 @@ class _Leader:
         self.waiting.extend(some)
         self._write()
         for batch in self._packed(rows.values()):
-            left = [not self._has(part.row, part.first) for part in batch.parts]
-            if not any(left) or (answers := (yield dataclasses.asdict(batch))) is None:
+            left = [place for part in batch.parts for place in part.places if not self._has(*place)]
+            if not left or (answers := (yield dataclasses.asdict(batch))) is None:
                 continue
-            found = zip(batch.parts, answers, left, strict=True)
-            self._keep((rows[part.row], part.first, each) for part, each, new in found if new)
+            found = [pair for x in zip(batch.parts, answers, strict=True) for pair in _by_row(*x)]
+            new = [each for each in found if not self._has(*each[:2])]
+            self._keep((rows[row], first, each) for row, first, each in new)
             tokens = sum(each["read"] + each.get("answer", 0) for part in answers for each in part)
             self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
             self._write()
@@ -412,6 +425,14 @@ class _Leader:
         # Further questions need the context's cache beside a copy, unless these share buffers.
         copy = 0 if engine.method.info.append_only else need.kept
         return rows * self.memory // max(need.peak + copy, 1)
+
+
+def _by_row(part: RowPart, answers: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """The answers to a part's questions: an input's row, the first question's number, answers."""
+    pairs = zip(part.places, answers, strict=True)
+    for row, group in itertools.groupby(pairs, lambda pair: pair[0][0]):
+        some = list(group)
+        yield row, some[0][0][1], [answer for _, answer in some]
 
 
 def _entry(row: int, digest: str, line: dict[str, Any]) -> dict[str, Any]:

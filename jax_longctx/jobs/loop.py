@@ -60,7 +60,8 @@ def work_share(
             piece = work.send(found)
         except StopIteration:
             left = False
-        yield count, journal.taken()
+        if taken := journal.taken():
+            yield count, taken
         if not left:
             return
         found = compute(piece) if count % of == number else None

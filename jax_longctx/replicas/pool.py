@@ -85,9 +85,11 @@ class Replicas:
         """
         more = max(-(-most // of), 1)
         shares = [(item, number, of) for item in items for number in range(of)]
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             open = dict(enumerate(shares))
-            for place, found in self._round(make, shares):
+            # A share that waits at a replica ends with it. In the last round none waits.
+            waiting = int(number + 1 < ROUNDS)
+            for place, found in self._round(make, shares, 1 + waiting):
                 if found:
                     yield _raised(found[0])
                 else:
@@ -106,8 +108,12 @@ class Replicas:
                 "fewer rows or more devices, or shorten it and begin anew"
             )
 
-    def _round(self, make: Callable[[Any], Work], shares: Sequence[Share]) -> Iterator[Any]:
+    def _round(
+        self, make: Callable[[Any], Work], shares: Sequence[Share], each: int
+    ) -> Iterator[Any]:
         """The number of a share with one result in a list, or with none at its end.
+
+        A replica has `each` shares at a time and works on one.
 
         Shares whose replica ends each time have no end.
         """
@@ -129,7 +135,7 @@ class Replicas:
             found = data.from_items(rows, override_num_blocks=len(rows)).map_batches(
                 _Replica,
                 batch_size=1,
-                compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
+                compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=each),
                 max_restarts=-1,
                 max_task_retries=RETRIES,
                 **how,

@@ -2,13 +2,14 @@ import json
 import random
 
 from jax_longctx.batch import rows as rows_module
-from jax_longctx.batch.rows import RowPart, RowReader, pack
+from jax_longctx.batch.rows import RowPart, RowReader, pack, parts_of, windows
 from jax_longctx.text import Tokenizer, chat_layout
 from tests.jax_longctx.cli import tiny_model
 
 
 def part(row, length, questions=1):
-    return RowPart(row, 0, (1,) * length, ((2,) * 5,) * questions, length)
+    places = tuple((row, number) for number in range(questions))
+    return RowPart(places, (1,) * length, ((2,) * 5,) * questions, length)
 
 
 def many(context, reserve):
@@ -19,7 +20,8 @@ def test_every_job_once_in_batches_of_like_lengths():
     draw = random.Random(0)
     parts = [part(row, draw.randint(1, 40_000)) for row in range(200)]
     batches = pack(parts, 8, 64, many)
-    assert sorted(each.row for batch in batches for each in batch.parts) == list(range(200))
+    places = sorted(each.places for batch in batches for each in batch.parts)
+    assert places == [((row, 0),) for row in range(200)]
     for batch in batches:
         longest = max(map(len, (each.context for each in batch.parts)))
         assert len(batch.parts) <= batch.rows <= 8
@@ -58,6 +60,24 @@ def test_files_that_rows_in_turn_name_are_read_once(tmp_path, monkeypatch):
     reader = RowReader(tmp_path / "in.jsonl", tokenizer, chat_layout(tokenizer))
     found = [*map(reader.row, reader.lines())]
     assert read == ["a", "a", "b", "b"] and found[1].context == found[2].context
+
+
+def test_rows_of_one_text_are_read_together(tmp_path):
+    """20 questions about each of 100 texts are 100 readings, and three times more for one."""
+    tiny_model.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    texts = [*(t for t in range(100) for _ in range(20)), *[0] * 700]
+    rows = ({"context": f"Text {text}.", "question": f"Is it {i}?"} for i, text in enumerate(texts))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = RowReader(tmp_path / "in.jsonl", tokenizer, chat_layout(tokenizer))
+    whole = [map(reader.row, some) for some in windows(reader.lines(), 128)]
+    found = [[part for part in parts_of(rows, False)] for rows in whole]
+    assert [len(part.places) for parts in found for part in parts][:100] == [20] * 100
+    assert sum(map(len, found)) == 103
+    places = [row for parts in found for part in parts for row, number in part.places]
+    assert places == [*range(2700)] and max(map(len, found)) == 7
+    # A method that must know the question reads for each.
+    assert len(parts_of(map(reader.row, reader.lines()), True)) == 2700
 
 
 def test_memory_and_the_limit_bound_the_rows():

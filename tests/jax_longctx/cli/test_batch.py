@@ -326,7 +326,8 @@ def test_questions_over_a_text_go_together(batch, run, tiny, book, out, tmp_path
         tiny, "ask_all", lambda *a, **k: calls.append(len(a[1])) or ask_all(*a, **k)
     )
     batch(*DRAWN, "--rows", 1, rows=rows)
-    assert sorted(calls) == [2, 3, 3]
+    # Those of all rows: the text is read once.
+    assert calls == [8]
     first, second, _ = ([answer["answer"] for answer in line["answers"]] for line in lines_of(out))
     assert len({*first, *second}) == 6
     # The questions of `ask` are those of the first line.
@@ -487,7 +488,7 @@ def computed(monkeypatch):
     rows, compute = [], answering._compute
 
     def counting(model, options, work):
-        rows.extend(part["row"] for part in work["parts"])
+        rows.extend(row for part in work["parts"] for row, _ in part["places"])
         return compute(model, options, work)
 
     monkeypatch.setattr(answering, "_compute", counting)
