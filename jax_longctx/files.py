@@ -93,6 +93,10 @@ def whole_path(path: str | Path) -> Path:
     return found
 
 
+# What addresses have, and paths not.
+ADDRESS = "://"
+
+
 def check_plain(path: str | Path) -> None:
     """Raises OSError where the path is no plain file and no pipe of the shell's (`<(...)`).
 

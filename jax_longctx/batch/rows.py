@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.batch.requests import Request, failed, read_request
+from jax_longctx.batch.source import lines_from
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.files import check_text, file_errors, open_plain, read_bytes
+from jax_longctx.files import check_text, file_errors, read_bytes
 from jax_longctx.forms import Forms
 from jax_longctx.origin import digest_of
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer
@@ -106,7 +107,7 @@ class Line:
     Attributes:
       index: number of its row, from 0, without empty lines.
       number: of the line, from 1.
-      place: of its first byte in the file.
+      place: in the file, as of `lines_from`.
       content: the digest of its file, if any, and the line.
       text: what its questions are about, to compare it; None where there is no such text.
     """
@@ -129,14 +130,14 @@ class RowReader:
     """Reads the rows of one input.
 
     Attributes:
-      path: of the input; paths in rows are relative to its folder.
+      path: of the input; paths in rows are relative to its folder, or to this one's for an address.
       under: the folder that files must be in, after resolving links; any folder if None.
       usual: how requests are answered that do not say it.
       forms: checks the forms of requests; None checks none.
       note: is told what is left out of files.
     """
 
-    path: Path
+    path: Path | str
     tokenizer: Tokenizer
     layout: PromptLayout
     under: Path | None = None
@@ -167,17 +168,11 @@ class RowReader:
     def lines(self, index: int = 0, first: int = 1, place: int = 0) -> Iterator[Line]:
         """Every line that holds a row, from one on. InputError where the input cannot be read."""
         known = dict[str, str]()
-        with (
-            file_errors(f"{self.path} cannot be read", "give a file of JSON lines"),
-            open_plain(self.path) as lines,
-        ):
-            if place:
-                lines.seek(place)
-            for number, raw in enumerate(lines, start=first):
+        with file_errors(f"{self.path} cannot be read", "give a file of JSON lines"):
+            for number, (at, raw) in enumerate(lines_from(self.path, place), start=first):
                 if raw.strip():
-                    yield Line(index, number, place, raw, *self._content(raw, known))
+                    yield Line(index, number, at, raw, *self._content(raw, known))
                     index += 1
-                place += len(raw)
 
     def _content(self, raw: bytes, known: dict[str, str]) -> tuple[bytes, Any]:
         try:
@@ -272,7 +267,8 @@ class RowReader:
 
     def _documents(self, name: str) -> list[Document]:
         try:
-            path = (self.path.parent / name).resolve()
+            near = self.path.parent if isinstance(self.path, Path) else Path()
+            path = (near / name).resolve()
             under = None if self.under is None else self.under.resolve()
             if under is not None and not path.is_relative_to(under):
                 raise InputError(f"file {name!r} is not under {under}, as files must be")

@@ -84,7 +84,7 @@ class BatchProgress:
 
 def run_batch(
     model: LongContext | Replicas,
-    source: Path,
+    source: Path | str,
     output: Path,
     options: BatchOptions,
     *,
@@ -98,6 +98,7 @@ def run_batch(
 
     Args:
       model: it, or the replicas that read and answer in place of this process.
+      source: JSON lines or Parquet: a path, or an address as text (`jax_longctx.batch.source`).
       overwrite: replace an output, or an interrupted run, that was made from something else.
       retry_errors: try those rows again that have an error in the output of an earlier run. They,
         and the files that they name, may differ from what they were.
@@ -128,7 +129,7 @@ def _about(options: BatchOptions, model: LongContext) -> dict[str, Any]:
 
 
 def _sharing(
-    about: dict[str, Any], source: Path, options: BatchOptions, model: LongContext
+    about: dict[str, Any], source: Path | str, options: BatchOptions, model: LongContext
 ) -> Callable[[Share], Iterator[Any]]:
     """What answers a share of a window: every `of`-th batch from `number` on.
 
@@ -138,9 +139,9 @@ def _sharing(
 
     def share(given: Share) -> Iterator[Any]:
         item, number, of = given
-        leader = _Leader(about, source, source, options, None, False, False, model)
+        leader = _Leader(about, source, Path(), options, None, False, False, model)
         leader.ready, leader.parts, leader.created = item["ready"], item["parts"], item["created"]
-        leader.journal = journal = Unwritten(source)
+        leader.journal = journal = Unwritten(Path())
         lines = itertools.islice(leader.reader().lines(*item["start"]), item["count"])
         work = leader.window(list(lines), item["kept"])
         for _, entries in work_share(work, compute, journal, number, of):
@@ -160,7 +161,7 @@ class _Leader:
     """
 
     about: dict[str, Any]
-    source: Path
+    source: Path | str
     output: Path
     options: BatchOptions
     report: Callable[[BatchProgress], None] | None

@@ -11,7 +11,7 @@ from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal, check_file, per_second
 from jax_longctx.errors import InputError
-from jax_longctx.files import check_plain, file_errors
+from jax_longctx.files import ADDRESS, check_plain, file_errors
 
 if TYPE_CHECKING:
     from jax_longctx.batch import BatchProgress
@@ -41,16 +41,15 @@ class Rows:
 @options.command
 def batch(
     *,
-    source: Path = argument(
+    source: str = argument(
         'Rows: {"prompt": ...}, {"messages": [...]} as OpenAI\'s clients send them, or '
         '{"context": ..., "question": ...}, with "file" or "files" (as --file of `ask`, but no '
         'folders) in place of the context and "questions" as you like; an "id" comes back. Or '
         "requests in OpenAI's batch file format. Files are relative to the folder of IN.jsonl, "
-        "and may be any that can be read (see --files-under).",
+        "and may be any that can be read (see --files-under). Or a .parquet file with these "
+        "columns; or the address of either, as s3://BUCKET/IN.jsonl (extra 'parquet').",
         default=...,
         metavar="IN.jsonl",
-        exists=True,
-        dir_okay=False,
         show_default=False,
     ),
     output: Path = argument(
@@ -87,10 +86,14 @@ def batch(
 
         jax-longctx batch books.jsonl out.jsonl -c llama3 --mesh data=4,tensor=2 -m snapkv
     """
-    if source.resolve() == output.resolve():
-        raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
-    with file_errors(f"{source} cannot be read", "give a file of JSON lines"):
-        check_plain(source)
+    given = source if ADDRESS in source else Path(source)
+    if isinstance(given, Path):
+        if given.resolve() == output.resolve():
+            raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
+        with file_errors(f"{source} cannot be read", "give a file of JSON lines"):
+            check_plain(given)
+        if given.is_dir():
+            raise InputError(f"{source} is a folder; give a file of JSON lines")
     check_file(output, "OUT.jsonl")
     terminal = Terminal()
     with terminal.starting():
@@ -106,7 +109,7 @@ def batch(
     )
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
         how = {"overwrite": overwrite, "retry_errors": retry_errors}
-        outcome = run_batch(loaded, source, output, wanted, progress=_told(terminal, update), **how)
+        outcome = run_batch(loaded, given, output, wanted, progress=_told(terminal, update), **how)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
     if outcome is not None and outcome.errors:

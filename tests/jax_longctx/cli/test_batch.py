@@ -1,9 +1,11 @@
 import dataclasses
+import datetime
 import json
 import os
 import zipfile
 from os import replace
 
+import pyarrow.parquet
 import pytest
 
 from jax_longctx.batch import answering
@@ -595,10 +597,37 @@ def test_a_second_try_that_was_killed_at_any_write_goes_on(
     assert "is not the one that" in " ".join(batch(*options, into=whole, code=2).stderr.split())
 
 
+def test_parquet_and_addresses_are_read_as_json_lines(batch, run, given, book, out):
+    columns = dict.fromkeys(["id", *(key for row in ROWS for key in row)])
+    rows = [{**row, "id": f"{number}"} for number, row in enumerate(ROWS)]
+    # An address has no folder that files are relative to.
+    rows[2]["file"] = str(book)
+    batch(*LIMIT, rows=[{key: row[key] for key in columns if key in row} for row in rows])
+    whole = [out.with_name(f"out.jsonl{end}").read_bytes() for end in ("", ".origin")]
+    parquet, into = given.with_name("in.parquet"), out.with_name("other")
+    table = pyarrow.Table.from_pylist([columns | row for row in rows])
+    pyarrow.parquet.write_table(table, parquet, row_group_size=4)
+    for source in (parquet, parquet.as_uri(), given.as_uri()):
+        run("batch", source, into, "-c", "m", *LIMIT, "--overwrite")
+        assert [out.with_name(f"other{end}").read_bytes() for end in ("", ".origin")] == whole
+        out.with_name("other").unlink()
+    # JSON has no times.
+    table = pyarrow.table({"id": [datetime.date(2026, 1, 2)] * 2, "prompt": ["a", "b"]})
+    pyarrow.parquet.write_table(table, parquet)
+    run("batch", parquet, into, "-c", "m", *LIMIT, code=3)
+    assert "id is {'date': '2026-01-02'}; expected text" in into.read_text()
+    parquet.write_bytes(given.read_bytes())
+    for source in (parquet, "what://x/y"):
+        refused(run("batch", source, into, "-c", "m", code=2), "give JSON lines, or Parquet as")
+
+
 def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given, out):
     given.unlink()
     before = sorted(out.parent.iterdir())
-    assert "does not exist" in batch(code=2).stderr
+    assert "No such file or directory; give a file" in batch(code=2).stderr
+    given.mkdir()
+    assert "is a folder; give a file" in batch(code=2).stderr
+    given.rmdir()
     os.mkfifo(given)
     assert "it is a FIFO, a socket or a device; give a" in batch(code=2).stderr
     given.unlink()

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from jax_longctx.evaluation.rows import read_rows
@@ -40,6 +41,9 @@ def command(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("replicas"), converted(tmp_path_factory)
     rows = [*ROWS, {"prompt": ""}, {"context": BOOK, "questions": ["Who?", "Why?"]}]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = dict.fromkeys(["id", *(key for row in rows for key in row)])
+    table = pyarrow.Table.from_pylist([columns | row for row in rows])
+    pyarrow.parquet.write_table(table, folder / "in.parquet", row_group_size=50)
     how = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     told = environment(JAX_COMPILATION_CACHE_DIR=str(folder / "programs"), **FAST)
 
@@ -69,7 +73,8 @@ def output(command, name):
 
 
 def test_replicas_write_what_one_process_writes(command, whole):
-    said = ended(command("batch", "in.jsonl", "two.jsonl", *BATCH, "--replicas", 2), 3)
+    rows = (command.folder / "in.parquet").as_uri()
+    said = ended(command("batch", rows, "two.jsonl", *BATCH, "--replicas", 2), 3)
     assert output(command, "two.jsonl") == whole
     assert "82 rows in " in said and "82 rows, 1 with an error" in said and "[20" not in said
 
@@ -132,7 +137,8 @@ def opened():
         compute = made(*given)
 
         def answer(batch):
-            rows, once = {part["row"] for part in batch["parts"]}, Path("once")
+            rows = {row for part in batch["parts"] for row, _ in part["places"]}
+            once = Path("once")
             if 5 in rows or (9 in rows and not once.exists()):
                 once.write_text("") if 9 in rows else None
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -145,15 +151,16 @@ def opened():
 
 try:
     options = BatchOptions(rows=2, max_tokens=6)
-    run_batch(Replicas(2, opened), Path("few.jsonl"), Path("few.out"), options)
+    replicas = Replicas(2, opened)
+    run_batch(replicas, Path("few.jsonl"), Path("few.out"), options)
 except LongctxError as error:
     print(error)
 """
 
 
 def test_a_row_that_ends_its_replicas_is_named_when_all_else_is_done(command):
-    rows = "".join(json.dumps(row) + "\n" for row in ROWS[:12])
-    (command.folder / "few.jsonl").write_text(rows)
+    rows = ({**row, "context": f"{row['id']}. {BOOK}"} for row in ROWS[:12])
+    (command.folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = [sys.executable, "-c", DEADLY, command.model]
     told = {"env": command.told, "cwd": command.folder, "timeout": patience(300)}
     done = subprocess.run(code, capture_output=True, text=True, check=True, **told)
