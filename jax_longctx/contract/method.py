@@ -341,6 +341,8 @@ class Method:
         where it can. Such layers have caches of their own (`parts.sliding_window`) in any method.
       cannot_adopt: why it cannot decode over what another method has read; None where it can.
       raw_keys: whether it caches keys before rotary embedding.
+      measures_keys: whether norms or cosines of keys or queries decide, not their products alone.
+        Then 8-bit caches hold keys in the model's own units (`engine.layers.key_units`).
       hands_over: the stage at whose end another method can follow (`parts.following`), if any.
       cannot_hand_over: why none can under its settings all the same; None where one can.
       wants_output: whether `LayerContext.output` is given while it reads.
@@ -368,6 +370,7 @@ class Method:
     cannot_slide: str | None = None
     cannot_adopt: str | None = "it chooses, or changes, what it caches as it reads the text"
     raw_keys: bool = False
+    measures_keys: bool = False
     hands_over: Stage | None = None
     cannot_hand_over: str | None = None
     wants_queries: bool = False

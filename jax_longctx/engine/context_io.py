@@ -493,6 +493,8 @@ def _facts(engine: Engine) -> dict[str, Any]:
         "dtype": jnp.dtype(engine.setup.dtype).name,
         "method": settings_of(engine.method),
         "kv": engine.setup.kv,
+        # Earlier versions' keys were all in the model's units, which nothing said.
+        **({"key_units": True} if engine.setup.evens_keys else {}),
     }
     return _as_json(described)
 

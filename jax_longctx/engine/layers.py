@@ -28,7 +28,14 @@ from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
 from jax_longctx.engine.runs import of_layer
 from jax_longctx.engine.setup import BATCH, Ends, Layer, Setup, without_layers
-from jax_longctx.models.llama import Products, ends_of, gathered_ends, gathered_layer, layer_of
+from jax_longctx.models.llama import (
+    Attend,
+    Products,
+    ends_of,
+    gathered_ends,
+    gathered_layer,
+    layer_of,
+)
 from jax_longctx.models.params import indexed_layer
 from jax_longctx.sharding import (
     AnyMesh,
@@ -184,6 +191,8 @@ class LayerPass:
         if self.layer.method.wants_output and self.segment.role != "decode":
             output = floats_of(weights["attn"]["o"])
         attend = functools.partial(self.attend, (specs, output))
+        if self.setup.evens_keys:
+            attend = functools.partial(_evened, key_units(weights["attn"]["k_bias"]), attend)
         return layer_of(config, weights)(x, cache, attend, products)
 
     def attend(
@@ -219,6 +228,33 @@ class LayerPass:
         pairs = list(zip(olds, news, strict=True))
         self.handed_on.update(i for i, (old, new) in enumerate(pairs) if old is new)
         return out, structure.unflatten(written(old, new) for old, new in pairs)
+
+
+def key_units(bias: Float[Array, "K H"]) -> Float[Array, "K F"]:
+    """What to divide keys by, and multiply queries with, before keys are rounded to 8 bits.
+
+    The constant part of a key, which large biases make, would set the scale of all its numbers. So
+    channels of large biases are made smaller, both of a pair that rotary embedding turns alike:
+    scores stay as they are, to the bit, for units are powers of two. About the power of 3/4 of the
+    bias is between what leaves the large channels coarse and what leaves the others so (compare
+    SmoothAttention in Lin et al. 2024, QServe). Without bias keys have numbers of about 2.
+
+    It is made of the bias's exponents alone, so that all programs and devices have the same units.
+    """
+    size_KF = jnp.max(jnp.abs(bias.astype(jnp.float32)).reshape(len(bias), 2, -1), axis=1)
+    exponent_KF = (jax.lax.bitcast_convert_type(size_KF, jnp.int32) >> 23) - 127
+    power_KF = (3 * jnp.maximum(exponent_KF, 1) + 2) // 4
+    return jax.lax.bitcast_convert_type((power_KF + 127) << 23, jnp.float32)
+
+
+def _evened(units: Float[Array, "K F"], attend: Attend, q: Array, k: Array, *others: Any) -> Any:
+    """`attend` of queries times these units, and keys divided by them."""
+
+    def times(x: Float[Array, "B T N H"], factors: Float[Array, "K F"]) -> Float[Array, "B T N H"]:
+        apart = x.reshape(*x.shape[:2], len(factors), -1, 2, factors.shape[1])
+        return (apart * factors[:, None, None].astype(x.dtype)).reshape(x.shape)
+
+    return attend(times(q, units), times(k, 1 / units), *others)
 
 
 def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:

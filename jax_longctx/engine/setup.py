@@ -128,6 +128,12 @@ class Setup:
         return 2 * self.config.num_kv_heads * sum(x.size * x.dtype.itemsize for x in parts)
 
     @property
+    def evens_keys(self) -> bool:
+        """Whether caches hold keys in units of `engine.layers.key_units`."""
+        biased = self.config.qkv_bias and not self.config.qk_norm
+        return self.kv is not None and biased and not self.method.measures_keys
+
+    @property
     def ends(self) -> Ends:
         """Its part that does not depend on the method."""
         return Ends(self.config, self.mesh, self.dtype)

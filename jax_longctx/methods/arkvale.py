@@ -58,6 +58,11 @@ class ArkVale(SelectingPages):
             )
 
     @property
+    def measures_keys(self) -> bool:
+        """Whether a digest has a distance over all channels."""
+        return self.digest.startswith("sphere")
+
+    @property
     def own_tokens(self) -> int | None:
         return self.recent
 

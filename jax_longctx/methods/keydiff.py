@@ -23,6 +23,8 @@ from jax_longctx.parts.compressing import Compressing, whole
 class KeyDiff(Compressing):
     """After the context, only the keys that differ most from the mean key stay."""
 
+    measures_keys = True
+
     def scores(self, cache: Any, ctx: LayerContext) -> Float[Array, "B K S"]:
         store = cache.store
         keys = numbers(store.k).astype(jnp.float32)

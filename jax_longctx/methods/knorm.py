@@ -22,6 +22,8 @@ from jax_longctx.parts.compressing import Compressing, whole
 class Knorm(Compressing):
     """After the context, only the keys of the smallest norms stay."""
 
+    measures_keys = True
+
     def scores(self, cache: Any, ctx: LayerContext) -> Float[Array, "B K S"]:
         keys = numbers(cache.store.k).astype(jnp.float32)
         return whole(-jnp.linalg.norm(keys, axis=-1), ctx)

@@ -59,6 +59,8 @@ class QFilters(Compressing):
 
     filters: str = ""
 
+    measures_keys = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.filters and not re.search(r"#[0-9a-f]{12}(/\d+)?$", self.filters):

@@ -64,6 +64,8 @@ class RKV(Compressing):
     kernel: int = 7
     similar: float = 0.5
 
+    measures_keys = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "local")

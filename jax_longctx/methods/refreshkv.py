@@ -70,6 +70,11 @@ class RefreshKV(PartialDecoding):
             )
 
     @property
+    def measures_keys(self) -> bool:
+        """Whether a cosine of queries decides."""
+        return self.schedule != "fixed"
+
+    @property
     def every(self) -> int:
         """Steps from one that may be full to the next."""
         return self.stride if self.schedule == "fixed" else self.qc_stride

@@ -154,6 +154,10 @@ class Following(Method):
         return self.first.hands_over == "question"
 
     @property
+    def measures_keys(self) -> bool:
+        return self.first.measures_keys or self.second.measures_keys
+
+    @property
     def hands_over(self) -> Stage | None:
         return self.first.hands_over
 
