@@ -65,6 +65,16 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def read_as_written(cache: Any) -> Any:
+    """A cache that the caller may just have written to, for operations of XLA's that read it.
+
+    XLA on CPU would write once more inside fusions that read, and keep the old cache for it: the
+    barrier holds them apart. A GPU's programs have none: they would copy one layer's part of a
+    stack for it, where cuBLAS takes its address.
+    """
+    return cache if platform() == "gpu" else jax.lax.optimization_barrier(cache)
+
+
 def select(
     operation: str,
     asked: str | None,

@@ -31,6 +31,7 @@ from pallas_kernels.common import (
     group_heads,
     quotient,
 )
+from pallas_kernels.dispatch import read_as_written
 from pallas_kernels.quantised import Quantised
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.
@@ -52,8 +53,7 @@ def attention_mass(q: Queries, k: Stored, lse: PerQuery, lengths: PerRow, how: R
     if how.over_group == "first":
         q_BKGTH, lse_BKGT = q_BKGTH[:, :, :1], lse_BKGT[:, :, :1]
     if queries == 1 and not isinstance(k, Quantised):
-        # Without the barrier XLA on CPU computes the caller's append once more for this reader.
-        k = lax.optimization_barrier(k)
+        k = read_as_written(k)
         p_BKGTS = _probabilities(how, q_BKGTH, lse_BKGT, k)
         if how.causal_start is not None:
             p_BKGTS = _causal(p_BKGTS, jnp.arange(1), jnp.arange(slots), how.causal_start)

@@ -34,7 +34,7 @@ from pallas_kernels.common import (
     group_heads,
     ungroup_heads,
 )
-from pallas_kernels.dispatch import platform
+from pallas_kernels.dispatch import platform, read_as_written
 from pallas_kernels.quantised import Quantised
 
 # Queries beyond which the scores are no longer small beside the cache.
@@ -57,9 +57,7 @@ def decode_attention(
     window: Window | None = None,
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b], within the window if there is one."""
-    # Without the barrier XLA on CPU computes the caller's append once more inside fusions that read
-    # the cache, and then has to keep the old cache: three copies of it.
-    k, v = lax.optimization_barrier((k, v))
+    k, v = read_as_written((k, v))
     slots_S = jnp.arange(k.shape[2])
     seen_BTS = (slots_S < lengths[:, None])[:, None]
     if window is not None:
@@ -178,7 +176,7 @@ def decode_logits(
     q: Float[Array, "B 1 N H"], k: Stored, lengths: PerRow, *, scale: Scale
 ) -> Float[Array, "B N S"]:
     """scale q.k of every head and slot, -inf at and beyond lengths[b]."""
-    k = lax.optimization_barrier(k)  # as in decode_attention: no second append on CPU
+    k = read_as_written(k)
     scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale, jnp.max(lengths))
     scores_BNS = scores_BKGTS.reshape(q.shape[0], q.shape[2], k.shape[2])  # [B, K, G, 1, S]
     held_B1S = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None]
@@ -190,7 +188,7 @@ def attend_with_logits(
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
     """The softmax of `decode_logits` times the values, its log-sum-exp, and the logits."""
     logits_BNS = decode_logits(q, k, lengths, scale=scale)
-    v = lax.optimization_barrier(v)
+    v = read_as_written(v)
     (b, n, slots), kv_heads = logits_BNS.shape, v.shape[1]
     # [B, K, G, 1, S]
     out, lse = _attend(logits_BNS.reshape(b, kv_heads, -1, 1, slots), v, slots)

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.common import Bounds, PerQuery, Queries, Stored, block_of
-from pallas_kernels.dispatch import platform
+from pallas_kernels.dispatch import platform, read_as_written
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.topk_scores.merge import tied_top_k
 
@@ -52,8 +52,7 @@ def topk_scores(
     Args:
       blocks: queries and keys of a block; None picks them by shape.
     """
-    # As in decode_attention: keeps the caller's append out of the fusions that read the cache.
-    k = lax.optimization_barrier(k)
+    k = read_as_written(k)
     b, queries, n, h = q.shape
     kv_heads = k.shape[1]
     query_block, key_block = blocks or _blocks(q, k)

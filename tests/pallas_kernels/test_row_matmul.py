@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.quantised_matrix import quantise_matrix
-from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul
+from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul, xla
 from tests.drawing import normal
 
 # Rows, inputs, outputs; the kernel's tiles hold 64 or 128 outputs.
@@ -53,6 +53,13 @@ def check(run, shape, dtype, form=None):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_any_platform(shape, dtype, form):
     check(jax.jit(row_matmul, static_argnames="dtype"), shape, dtype, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", ["one row", "an odd number of rows"])
+def test_the_form_of_xla_on_a_gpu(monkeypatch, shape, form):
+    monkeypatch.setattr(xla, "platform", lambda: "gpu")
+    check(jax.jit(xla.row_matmul, static_argnames="dtype"), SHAPES[shape], jnp.bfloat16, form)
 
 
 # The fewer processors, the more blocks of outputs a worker has tiles of.

@@ -1,4 +1,4 @@
-"""Programs that loop over the layers, compiled for H200s that need not be there.
+"""Programs that loop over the layers, compiled for GPUs that need not be there.
 
 They hold no copy of a cache or of the weights. A decode step launches as many kernels, and takes as
 many bytes beside its arguments, as a table says. `LONGCTX_GPU_PLUGIN` names a folder with JAX's
@@ -72,6 +72,15 @@ STEPS: list[dict[str, tuple[int, int]]] = [
         "arkvale:offload=host:only=decode": (292, 10_824_960),
         "free-pages:offload=host:only=decode": (290, 43_265_792),
     },
+    # Without kernels: XLA's forms take layers' weights and caches where they lie.
+    {
+        "full:gpu=a100:only=decode": (43, 10_943_488),
+        "full:weights=int8:gpu=a100:only=decode": (46, 10_974_976),
+        "quest:gpu=a100:only=decode": (142, 17_658_368),
+        "citrus:gpu=a100:only=decode": (0, 0),
+        "reattention:gpu=a100:only=decode": (0, 0),
+        "infllm:gpu=a100:only=decode:turn=4": (0, 0),
+    },
 ]
 
 # The same on a mesh of "seq" x "tensor" GPUs, and what they exchange in two layers. XLA has no
@@ -103,6 +112,7 @@ LOOP = """
 %body (c: (f32[4,64], s32[])) -> (f32[4,64], s32[]) {
   %a = f32[1,64]{1,0} fusion(%p, %i), kind=kLoop, calls=%copied, metadata={op_name="here"}
   %b = f32[1,64]{1,0} fusion(%p, %i), kind=kCustom, calls=%copied, backend_config={"dynamic_slice_fusion"}
+  %loop_dynamic_slice_fusion = f32[1,64]{1,0} fusion(%p, %i), kind=kLoop, calls=%copied
   %c = f32[4,64]{1,0} fusion(%p, %b, %i), kind=kLoop, calls=%written
   ROOT %t = (f32[4,64]{1,0}, s32[]) tuple(%c, %i)
 }
@@ -118,9 +128,9 @@ def test_kernels_are_counted_and_copies_found():
     program = gpu_programs.computations(LOOP)
     assert gpu_programs.layer_loops(program, 4) == ["body"]
     assert gpu_programs.layer_loops(program, 8) == []
-    assert gpu_programs.kernels(program, "body") == 3
+    assert gpu_programs.kernels(program, "body") == 4
     found = list(gpu_programs.copies(program, {64: "a layer's", 256: "all layers'"}))
-    assert [what for _, what in found] == ["a layer's", "all layers'"]
+    assert [what for _, what in found] == ["a layer's", "a layer's", "all layers'"]
     assert found[0][0].endswith("... here")
 
 
