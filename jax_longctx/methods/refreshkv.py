@@ -22,10 +22,10 @@ in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed stride b
 never does. `research/refreshkv_ablated.py` has the ablations of section 5.
 
 The host knows the steps that are partial by schedule: they are a program without the full cache's
-matmuls. A full step by schedule has no branch. Where a cosine decides, one `lax.switch` a layer
-says whether the full cache is read. Where one row needs it, all rows of the shard compute it, and
-each takes its own result. The token's key and value are written to both caches before, so the
-branches only read the full one.
+matmuls. A full step by schedule has no branch. Where a cosine decides, each layer attends its
+partial cache, and then goes through a loop of one turn, or of none, that reads the full one. Where
+one row needs it, all rows of the shard compute it, and each takes its own result. The token's key
+and value are written to both caches before.
 """
 
 import dataclasses
@@ -39,6 +39,7 @@ from jax_longctx.caches import where_rows
 from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.contract import QKV, Attended, LayerContext, Segment, WithCache, method
 from jax_longctx.parts.partial_decode import PartialDecoding, RefreshCache
+from pallas_kernels.plane import each_array, written
 
 # Variants of decode steps: over the partial cache alone, and those that may attend every key.
 PARTIAL = "partial"
@@ -96,39 +97,28 @@ class RefreshKV(PartialDecoding):
         q, k, v = new
         valid_B, at_B1 = segment.valid_of(), cache.store.position[:, None]
         q, k = ctx.rotate_queries(q, at_B1), ctx.rotate(k, at_B1)
-        chosen_by_cosine = segment.variant != PARTIAL and self.schedule != "fixed"
-        if chosen_by_cosine:
-            # The branches below give back the layer's whole partial cache. Written in place before
-            # them, the token would make XLA copy the partial caches of all layers.
-            cache = dataclasses.replace(cache, partial=cache.partial.apart())
         cache = self.push(k, v, cache, valid_B, ctx)
         if segment.variant == PARTIAL:
             return self.read(q, cache, ctx), cache
         turned_B = valid_B > 0
-        done_B = ~turned_B
         summed_BH = self.summed(q, ctx)
-        if not chosen_by_cosine:
+        if self.schedule == "fixed":
             attended, partial = self.full_step(q, cache, turned_B, ctx)
         else:
             turned_B &= _cosine(summed_BH, cache.query) <= self.threshold
-            # Branches hold collectives: every shard of a row must take the same one.
+            # The loop holds collectives: every shard of a row must take it or leave it.
             turned_B = ctx.agree(turned_B)
 
-            # A part of all layers' array would take all of it through the conditional.
-            def stay() -> tuple[Attended, FifoCache]:
-                return self.read(q, cache, ctx), cache.partial
+            def full(_: Any, before: tuple[Attended, FifoCache]) -> tuple[Attended, FifoCache]:
+                partly, old = before
+                wholly, new = self.full_step(
+                    q, dataclasses.replace(cache, partial=old), turned_B, ctx
+                )
+                return where_rows(turned_B, wholly, partly), each_array(written, old, new)
 
-            def full() -> tuple[Attended, FifoCache]:
-                attended, partial = self.full_step(q, cache, turned_B, ctx)
-                return attended, partial.apart()
-
-            def some() -> tuple[Attended, FifoCache]:
-                attended, partial = full()
-                return where_rows(turned_B, attended, self.read(q, cache, ctx)), partial
-
-            all_or_some = jnp.where(jnp.all(turned_B | done_B), 2, 1)
-            branch = jnp.where(jnp.any(turned_B), all_or_some, 0)
-            attended, partial = jax.lax.switch(branch, [stay, some, full])
+            # A loop of one turn or none: what XLA's conditionals give back, they copy.
+            given = self.read(q, cache, ctx), cache.partial
+            attended, partial = jax.lax.fori_loop(0, jnp.any(turned_B).astype(int), full, given)
         query = where_rows(turned_B, summed_BH, cache.query)
         full_steps = cache.full_steps + turned_B
         cache = dataclasses.replace(cache, partial=partial, query=query, full_steps=full_steps)

@@ -58,8 +58,21 @@ def _visit(jaxpr, outside, found):
             names = dict(zip(sub.invars, operands, strict=False))
             sources = {inner_name: (name, made) for inner_name, name in names.items()}
             _visit(sub, sources if len(sub.invars) == len(operands) else {}, found)
-        if branching and any(f"{name}[" in str(sub) for sub in inner for name in COLLECTIVES):
-            found.append(_from_floats(eqn.invars[0], made))
+        deciding = _deciding(eqn)
+        if deciding and any(f"{name}[" in str(sub) for sub in inner for name in COLLECTIVES):
+            found.append(any(_from_floats(name, made) for name in deciding))
+
+
+def _deciding(eqn):
+    """What decides between branches, or how often a loop turns; else nothing."""
+    if eqn.primitive.name == "cond":
+        return eqn.invars[:1]
+    if eqn.primitive.name != "while":
+        return []
+    asks, consts = eqn.params["cond_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
+    given = [*eqn.invars[:consts], *eqn.invars[consts + eqn.params["body_nconsts"] :]]
+    used = {name for inner in asks.eqns for name in inner.invars if not isinstance(name, Literal)}
+    return [name for inner, name in zip(asks.invars, given, strict=True) if inner in used]
 
 
 def _from_floats(name, made):
