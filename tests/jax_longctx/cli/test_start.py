@@ -66,7 +66,7 @@ REFUSED = [
     ("ask nowhere Who? -c model", "nowhere cannot be read"),
     ("ask Who? -c model --load-context nowhere", "'nowhere' does not exist"),
     ("generate hello -c model --dtype float64", "unknown dtype 'float64'; known: float32"),
-    ("batch nowhere out.jsonl -c model", "'nowhere' does not exist"),
+    ("batch nowhere out.jsonl -c model", "nowhere cannot be read: No such file"),
     ("plan --target v5e:2x2 --model lama", "unknown model preset 'lama'"),
     ("plan --target v5f:2x2", "--target 'v5f:2x2' is not understood"),
     ("convert nowhere out", "nowhere does not exist"),
