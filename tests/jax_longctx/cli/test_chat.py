@@ -208,10 +208,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(checkpoint, book):
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "PROMPT_TOOLKIT_NO_CPR": "1"}
     line = [sys.executable, "-m", "jax_longctx", "chat", book, "-c", checkpoint]
-    pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    begun = subprocess.Popen(
-        [*line, "--max-tokens", "40000"], env=environment, start_new_session=True, **pipes
-    )
+    pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+    # Of a shell's background job Ctrl-C is ignored, and so of its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        begun = subprocess.Popen([*line, "--max-tokens", "40000"], env=environment, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, before)
     os.close(theirs)
 
     def type_line(text):
