@@ -24,7 +24,6 @@ from jax_longctx.contract import Attended, CacheShape, LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.common import AnyCache, Scale
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.plane import part_of
 
 # Slots of a tile of the attention kernels.
 GRANULE = 128
@@ -77,10 +76,6 @@ class FifoCache:
     def step_bytes(self, tokens: int) -> int:
         """Bytes that a decode step reads: the buffers, whatever they hold."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self.k, self.v)))
-
-    def apart(self) -> "FifoCache":
-        """The same in arrays of its own: branches of a program hand on no other layer's."""
-        return part_of(self)
 
     @property
     def number(self) -> Int[Any, " B"]:

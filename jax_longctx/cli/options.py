@@ -415,13 +415,13 @@ class ModelChoice:
                 made = None if method is None or "choose" in how else method.make()
             from jax_longctx.api import load
 
-            run = self.run
-            if run.mesh == AUTO:
+            run, auto = self.run, self.run.mesh == AUTO
+            if auto:
                 how["place"] = functools.partial(_place, terminal, sizes)
             if run.mesh is not None or resident:
                 # They pin memory for contexts that are offloaded, of which `load` is not told.
-                mesh = (dataclasses.replace(run, mesh=None) if run.mesh == AUTO else run).devices()
-                run = dataclasses.replace(run, mesh=AUTO if run.mesh == AUTO else mesh)
+                mesh = dataclasses.replace(run, mesh=None if auto else run.mesh).devices()
+                run = dataclasses.replace(run, mesh=AUTO if auto else mesh)
             return load(
                 self.checkpoint,
                 dataclasses.replace(run, method=made, **(ON_DEVICES if resident else {})),
