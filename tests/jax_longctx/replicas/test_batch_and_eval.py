@@ -116,7 +116,8 @@ def test_a_killed_process_loses_nothing(command, whole, words, code):
     assert code is None or child.returncode == code
     # One process goes on with what replicas began.
     said = ended(command("batch", "in.jsonl", name, *BATCH), 3)
-    assert "going on: " in said
+    # Replicas outlive their node's process for a moment, which may do for the last rows.
+    assert "going on: " in said or (code is None and "is complete already" in said)
     assert output(command, name) == whole
 
 
