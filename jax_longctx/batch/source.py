@@ -2,6 +2,7 @@
 
 A row of a Parquet file is the line of JSON with its columns, without those that are null. Addresses
 (`s3://`, `gs://`, `file://` ...) are opened by pyarrow's file systems, with their own credentials.
+JSON lines come from a store in pieces of `PIECE` bytes, Parquet in groups of its rows.
 """
 
 import importlib
@@ -17,6 +18,8 @@ from jax_longctx.files import open_plain
 
 # The ending of Parquet files.
 PARQUET = ".parquet"
+# Bytes of a piece; the seconds after which Google's store is not asked again, pyarrow's are 900.
+PIECE, AGAIN = 2**20, "retry_limit_seconds=20"
 
 
 def lines_from(source: Path | str, place: int) -> Iterator[tuple[int, bytes]]:
@@ -27,28 +30,35 @@ def lines_from(source: Path | str, place: int) -> Iterator[tuple[int, bytes]]:
       place: the first byte of a line of JSON, the number of a Parquet row.
 
     Raises:
-      InputError: there is no such file system, or the file is no Parquet.
-      OSError: it cannot be read.
+      InputError: Parquet or an address cannot be read.
+      OSError: a file of JSON lines cannot be read.
     """
     if isinstance(source, Path) and source.suffix != PARQUET:
         with open_plain(source) as file:
             yield from _lines(file, place)
         return
     try:
+        arrow: Any = importlib.import_module("pyarrow")
         systems: Any = importlib.import_module("pyarrow.fs")
     except ImportError as error:
         told = f"{source} needs the package pyarrow: pip install 'jax-longctx[parquet]'"
         raise InputError(told) from error
+    where = source if isinstance(source, str) else str(source.absolute())
+    if where.startswith(("gs:", "gcs:")) and "retry_limit_seconds=" not in where:
+        where += ("&" if "?" in where else "?") + AGAIN
     try:
-        where = source if isinstance(source, str) else str(source.absolute())
         system, name = systems.FileSystem.from_uri(where)
         with system.open_input_file(name) as file:
-            parquet = name.endswith(PARQUET)
-            yield from _rows(file, place) if parquet else _lines(io.BufferedReader(file), place)
-    except ValueError as error:
-        # pyarrow's own are of this class.
-        told, advice = " ".join(str(error).split()), f"give JSON lines, or Parquet as *{PARQUET}"
-        raise InputError(f"{source} cannot be read: {told:.300}; {advice}") from error
+            parquet, buffered = name.endswith(PARQUET), io.BufferedReader(file, PIECE)
+            yield from _rows(file, place) if parquet else _lines(buffered, place)
+    except (OSError, ValueError, OverflowError, arrow.ArrowException) as error:
+        # Google's have more behind what is wrong.
+        told = str(getattr(error, "strerror", None) or error).partition(" error_info=")[0]
+        told, advice = " ".join(told.split()), f"or Parquet as *{PARQUET}"
+        advice += ", at an address that your credentials open" * isinstance(source, str)
+        raise InputError(
+            f"{source} cannot be read: {told:.500}; give JSON lines, {advice}"
+        ) from error
 
 
 def _lines(file: Any, place: int) -> Iterator[tuple[int, bytes]]:

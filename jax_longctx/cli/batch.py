@@ -98,6 +98,11 @@ def batch(
     terminal = Terminal()
     with terminal.starting():
         from jax_longctx.batch import BatchOptions, run_batch
+        from jax_longctx.batch.source import lines_from
+
+        if given is source:
+            # Before the model is loaded.
+            next(lines_from(source, 0), None)
 
     wanted = BatchOptions(**dataclasses.asdict(rows), **answers.arguments())
     loaded = replicas.of(model, method) or model.open(

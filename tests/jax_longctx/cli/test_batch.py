@@ -597,7 +597,7 @@ def test_a_second_try_that_was_killed_at_any_write_goes_on(
     assert "is not the one that" in " ".join(batch(*options, into=whole, code=2).stderr.split())
 
 
-def test_parquet_and_addresses_are_read_as_json_lines(batch, run, given, book, out):
+def test_parquet_and_addresses_are_read_as_json_lines(batch, run, loads, given, book, out):
     columns = dict.fromkeys(["id", *(key for row in ROWS for key in row)])
     rows = [{**row, "id": f"{number}"} for number, row in enumerate(ROWS)]
     # An address has no folder that files are relative to.
@@ -617,8 +617,11 @@ def test_parquet_and_addresses_are_read_as_json_lines(batch, run, given, book, o
     run("batch", parquet, into, "-c", "m", *LIMIT, code=3)
     assert "id is {'date': '2026-01-02'}; expected text" in into.read_text()
     parquet.write_bytes(given.read_bytes())
-    for source in (parquet, "what://x/y"):
-        refused(run("batch", source, into, "-c", "m", code=2), "give JSON lines, or Parquet as")
+    refused(run("batch", parquet, into, "-c", "m", code=2), "give JSON lines, or Parquet as")
+    loads.clear()
+    for source in ("what://x/y", out.with_name("none").as_uri()):
+        refused(run("batch", source, into, "-c", "m", code=2), "an address that your credentials")
+    assert loads == []
 
 
 def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given, out):
