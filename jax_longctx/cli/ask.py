@@ -266,11 +266,15 @@ class Session:
             self.text = None if document is None else encode(self.prompt, bos=True)
         return self.questions
 
-    def sizes(self, model: "LongContext") -> dict[str, int]:
+    def sizes(self, model: "LongContext") -> dict[str, Any]:
         """What a mesh is chosen for."""
         self._take(model)
-        text = {} if self.text is None else {"context": len(self.text)}
-        return {"reserve": self.reserve, **text}
+        if self.text is not None:
+            return {"reserve": self.reserve, "context": len(self.text)}
+        from jax_longctx.engine.context_io import sizes_of
+
+        assert self.inputs.load_context is not None
+        return sizes_of(self.inputs.load_context, model.config.vocab_size)
 
     def check(self, model: "LongContext") -> None:
         """Raises an error where method, checkpoint and context do not fit; needs no weights."""

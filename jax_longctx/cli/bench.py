@@ -57,7 +57,7 @@ def _measure(
         if spec.mesh == AUTO:
             from jax_longctx.planning.plan import on_best_mesh
 
-            how: dict[str, Any] = {"data": False, "say": terminal.note, **sizes}
+            how: dict[str, Any] = {"divide": {"data": 1}, "say": terminal.note, **sizes}
             spec = on_best_mesh(spec.over("bfloat16"), preset(asked.model), **how)
     result = run(asked, spec, terminal.note)
     output.hand_over(result, shown)

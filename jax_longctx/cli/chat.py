@@ -158,12 +158,14 @@ class Talking:
             self.text = model.tokenizer.encode(layout.context(self.documents.text), bos=True)
         return self.text
 
-    def sizes(self, model: "LongContext") -> dict[str, int]:
+    def sizes(self, model: "LongContext") -> dict[str, Any]:
         """What a mesh is chosen for."""
         from jax_longctx.conversation import ROOM
+        from jax_longctx.engine.context_io import sizes_of
 
-        text = {} if self.inputs.load else {"context": len(self._encoded(model))}
-        return {"reserve": ROOM, **text}
+        if self.inputs.load is not None:
+            return sizes_of(self.inputs.load, model.config.vocab_size)
+        return {"reserve": ROOM, "context": len(self._encoded(model))}
 
     def choose(self, model: "LongContext") -> Any:
         """The method for the texts, or the saved context's."""

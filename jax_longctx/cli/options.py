@@ -417,7 +417,7 @@ class ModelChoice:
 
             run, auto = self.run, self.run.mesh == AUTO
             if auto:
-                how["place"] = functools.partial(_place, terminal, sizes)
+                how["place"] = functools.partial(_place, terminal, run, sizes)
             if run.mesh is not None or resident:
                 # They pin memory for contexts that are offloaded, of which `load` is not told.
                 mesh = dataclasses.replace(run, mesh=None if auto else run.mesh).devices()
@@ -433,6 +433,7 @@ class ModelChoice:
 
 def _place(
     terminal: Terminal,
+    run: RunSpec,
     sizes: Callable[["LongContext"], Mapping[str, Any]] | None,
     model: "LongContext",
     spec: RunSpec,
@@ -440,7 +441,10 @@ def _place(
     from jax_longctx.planning.plan import on_best_mesh
 
     asked = {} if sizes is None else sizes(model)
-    return on_best_mesh(spec, model.config, say=terminal.note, **asked)
+    # Its contexts may be on the devices, where those of other engines are offloaded.
+    whole = dataclasses.replace(spec, offload=run.offload, working_set=run.working_set)
+    best = on_best_mesh(whole, model.config, say=terminal.note, **asked)
+    return dataclasses.replace(spec, mesh=best.mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -465,12 +469,22 @@ class ReplicaChoice:
         if self.replicas is not None and process.number() is not None:
             raise InputError("--replicas are started by one process, not by each of a job")
 
+    @staticmethod
+    def check(model: ModelChoice) -> None:
+        """Raises InputError for a mesh of all devices, which no replica has."""
+        if model.run.mesh == AUTO:
+            raise InputError(
+                "--mesh auto takes all devices, and each replica needs its own; name the axes of "
+                "one replica's, as --mesh tensor=2"
+            )
+
     def of(
         self, model: ModelChoice, method: "MethodChoice | None" = None, **how: Any
     ) -> "Replicas | None":
         """The replicas, or None where this process answers; `how` is as of `ModelChoice.open`."""
         if self.replicas is None:
             return None
+        self.check(model)
         from jax_longctx.replicas import Replicas
 
         opened = functools.partial(_open, model, method, how)

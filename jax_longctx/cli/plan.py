@@ -242,11 +242,10 @@ def _shown(record: dict[str, Any]) -> list[Any]:
 
 
 def _meshes(meshes: list[dict[str, Any]]) -> list[str]:
-    """The meshes that fit, or all where none does, with their predicted steps."""
+    """The meshes with their predicted steps."""
     from jax_longctx.planning.plan import shown_steps
 
-    fitting = [each for each in meshes if each["fits"]] or meshes
-    told = shown_steps((each["axes"], each["token"]) for each in fitting)
+    told = shown_steps((each["fits"], each["axes"], each["token"]) for each in meshes)
     return [f"a token takes by mesh: {told}"] if told else []
 
 

@@ -267,9 +267,9 @@ def serve(
     def given_of(loaded: "LongContext", temporary: Path | None = None) -> "ServeOptions":
         return _options(loaded, model.checkpoint, listening, limits, keys, temporary)
 
-    def sizes(loaded: "LongContext") -> dict[str, int]:
+    def sizes(loaded: "LongContext") -> dict[str, Any]:
         whole = limits.length or loaded.config.trained_length
-        return {"context": whole, "batch": limits.rows, "data": False}
+        return {"context": whole, "batch": limits.rows, "divide": {"data": 1}}
 
     loaded = model.open(terminal, method, check=given_of, sizes=sizes)
     temporary = None
@@ -395,6 +395,7 @@ def _serve_replicas(
     keys: list[bytes],
 ) -> None:
     """Serves by replicas until SIGTERM or Ctrl-C; answers that have begun finish."""
+    replicas.check(model)
     if limits.contexts is None:
         raise InputError("--replicas needs --contexts DIR, a folder that all see")
     limits = dataclasses.replace(limits, contexts=limits.contexts.absolute())

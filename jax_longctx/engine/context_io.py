@@ -283,6 +283,27 @@ def method_of(path: str | Path) -> Any:
     return make_method(made_by["name"], made_by["settings"])
 
 
+def sizes_of(path: str | Path, vocab_size: int) -> dict[str, Any]:
+    """What a mesh for a saved context is chosen for (`planning.plan.on_best_mesh`).
+
+    Raises:
+      CheckpointError: not a saved context, or its manifest is damaged.
+    """
+    described = _unharmed(path, vocab_size)
+    return {
+        "context": max(described["total"]),
+        "batch": described["batch"],
+        "divide": {"seq": described["slots"] // GRANULE},
+    }
+
+
+def _unharmed(path: str | Path, vocab_size: int) -> dict[str, Any]:
+    path, described = whole_path(path), saved_manifest(path)
+    if (wrong := _wrong(described, vocab_size)) is not None:
+        raise DamagedError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
+    return described
+
+
 def check_fits(engine: Engine, path: str | Path) -> dict[str, Any]:
     """What the manifest of a saved context says that the engine can load, but for its weights.
 
@@ -290,9 +311,7 @@ def check_fits(engine: Engine, path: str | Path) -> dict[str, Any]:
       CheckpointError: not a saved context, its manifest is damaged, or it was made by another model
         or method, or does not divide over the mesh.
     """
-    path, described = whole_path(path), saved_manifest(path)
-    if (wrong := _wrong(described, engine.config.vocab_size)) is not None:
-        raise DamagedError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
+    path, described = whole_path(path), _unharmed(path, engine.config.vocab_size)
     made_by, free = described["made_by"], ("weights", "all_weights")
     check_same(path, made_by, _facts(engine), REMEDY, kind=CheckpointError, free=free)
     slots, seq = described["slots"], engine.mesh.shape["seq"]

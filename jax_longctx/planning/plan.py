@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,9 +41,9 @@ from jax_longctx.planning.work import (
     weight_axes,
     weight_bytes,
 )
-from jax_longctx.run_spec import RunSpec
+from jax_longctx.run_spec import ON_DEVICES, RunSpec
 from jax_longctx.settings import AUTO, at_least
-from jax_longctx.sharding import MESH_AXES, undivided
+from jax_longctx.sharding import MESH_AXES, make_mesh, undivided
 
 # Meshes that a choice is shown with; the one of one device.
 SHOWN, ONE = 4, "one device"
@@ -170,7 +171,9 @@ def make_plan(
     )
 
 
-def candidates(request: PlanRequest, *, data: bool = True) -> list[Plan]:
+def candidates(
+    request: PlanRequest, divide: Mapping[str, int] = MappingProxyType({})
+) -> list[Plan]:
     """Plans on the meshes that the model divides over, the best first.
 
     A mesh has all devices, or so few that they divide into such meshes. Those that fit come first:
@@ -178,18 +181,22 @@ def candidates(request: PlanRequest, *, data: bool = True) -> list[Plan]:
     the least memory is first.
 
     Args:
-      data: whether a mesh may divide the rows.
+      divide: numbers by axis that the axis's size must divide; 1 for an axis of one device.
 
     Raises:
-      ConfigError: the method refuses the model, or each mesh.
+      ConfigError: the method refuses the model, or one device and so each mesh.
     """
     request.spec.method.check_model(request.config)
-    total, plans = request.target.count, []
-    for count in (count for count in range(total, 0, -1) if total % count == 0):
-        meshes = [sizes for sizes in _meshes(count) if data or sizes["data"] == 1]
-        plans += filter(None, (_tried(request, sizes) for sizes in meshes))
-    if not plans:
-        raise ConfigError(f"the model divides over no mesh of {request.target.name}")
+    plans = []
+    for sizes in _meshes(request.target.count):
+        if sizes["data"] > request.batch or any(n % sizes[axis] for axis, n in divide.items()):
+            continue
+        try:
+            plans.append(make_plan(request, sizes, largest=False))
+        except ConfigError:
+            # What one device refuses is no fault of the mesh.
+            if math.prod(sizes.values()) == 1:
+                raise
     return sorted(plans, key=_rank)
 
 
@@ -197,15 +204,16 @@ def on_best_mesh(
     spec: RunSpec,
     config: ModelConfig,
     *,
-    data: bool = True,
+    divide: Mapping[str, int] = MappingProxyType({}),
     say: Callable[[str], object] = lambda text: None,
     **rows: int,
 ) -> RunSpec:
     """The spec with its mesh, which is "auto", chosen of the devices at hand.
 
     Args:
-      spec: for the model's weights (`RunSpec.over`).
-      data: whether a mesh may divide the rows.
+      spec: for the model's weights (`RunSpec.over`). Without a method it stands for one that is
+        chosen later, or for several: full attention is planned, and nothing is offloaded.
+      divide: as of `candidates`.
       say: is told the choice and the predicted steps, in one line.
       rows: `context`, `reserve` and `batch` of `PlanRequest`; else one row of the trained length.
 
@@ -217,31 +225,39 @@ def on_best_mesh(
     if spec.offload is not None:
         # Before the devices start.
         allow_pinned()
+        divide = {**divide, "seq": 1}
     count = jax.device_count()
     if count == 1:
         return spec
+    planned = dataclasses.replace(spec, **ON_DEVICES) if spec.method is None else spec
+    memory = capacity.expected_bytes(make_mesh(data=count), ())
     request = PlanRequest(
         config=config,
-        spec=dataclasses.replace(spec, method=spec.chosen()),
-        target=target_at_hand(),
+        spec=dataclasses.replace(planned, method=spec.chosen()),
+        target=dataclasses.replace(target_at_hand(), memory=memory),
         **{"context": config.trained_length, **rows},
     )
-    plans = candidates(request, data=data)
+    plans = candidates(request, divide)
     if jax.process_count() > 1:
         # Every process needs a device.
         plans = [plan for plan in plans if math.prod(plan.mesh.values()) == count]
     if not plans:
         raise ConfigError(f"the model divides over no mesh of all {count} devices; name a mesh")
-    told = shown_steps((plan.axes, plan.step) for plan in plans)
+    told = shown_steps((plan.fits, plan.axes, plan.step) for plan in plans)
     about = f"{request.batch} x {request.context:,} tokens"
     say(f"mesh {plans[0].axes or ONE}: a step over {about} takes, by arithmetic, {told}")
     return dataclasses.replace(spec, mesh=plans[0].axes)
 
 
-def shown_steps(steps: Iterable[tuple[str, float]]) -> str:
-    """The first of these axes of meshes, with the seconds that a step takes there."""
-    first = itertools.islice(steps, SHOWN)
-    return ", ".join(f"{axes or ONE} {seconds * 1e3:.3g} ms" for axes, seconds in first)
+def shown_steps(steps: Iterable[tuple[bool, str, float]]) -> str:
+    """The first meshes that fit, or of all where none does, with the seconds that a step takes.
+
+    Args:
+      steps: of each mesh whether it fits, its axes and these seconds; the best first.
+    """
+    told = [*steps]
+    told = [each for each in told if each[0]] or told
+    return ", ".join(f"{axes or ONE} {step * 1e3:.3g} ms" for _, axes, step in told[:SHOWN])
 
 
 def alternatives(request: PlanRequest, mesh: dict[str, int]) -> dict[str, Plan]:
@@ -293,24 +309,10 @@ def choose_method(request: PlanRequest, mesh: dict[str, int], questions: int = 1
 
 
 def _meshes(count: int) -> list[dict[str, int]]:
+    """The meshes of that many devices, or of a number that divides it."""
     divisors = [size for size in range(1, count + 1) if count % size == 0]
-    return [
-        {"data": data, "seq": seq, "tensor": count // (data * seq)}
-        for data, seq in itertools.product(divisors, divisors)
-        if count % (data * seq) == 0
-    ]
-
-
-def _tried(request: PlanRequest, sizes: dict[str, int]) -> Plan | None:
-    config, tensor = request.config, sizes["tensor"]
-    split = (config.num_heads, config.num_kv_heads, config.mlp_dim, config.vocab_size)
-    if sizes["data"] > request.batch or any(size % tensor for size in split):
-        return None
-    if request.spec.offload is not None and sizes["seq"] > 1:
-        return None
-    with contextlib.suppress(ConfigError):
-        return make_plan(request, sizes, largest=False)
-    return None
+    sizes = itertools.product(divisors, repeat=len(MESH_AXES))
+    return [dict(zip(MESH_AXES, n, strict=True)) for n in sizes if count % math.prod(n) == 0]
 
 
 def _rank(plan: Plan) -> tuple[Any, ...]:

@@ -78,16 +78,19 @@ class Target:
       kind: of the devices, a key of CHIPS.
       count: number of devices.
       topology: libtpu's name of a TPU slice, or None.
+      memory: bytes of each device; None for those of CHIPS.
     """
 
     name: str
     kind: str
     count: int
     topology: str | None
+    memory: int | None = None
 
     @property
     def chip(self) -> Chip:
-        return CHIPS[self.kind]
+        chip = CHIPS[self.kind]
+        return dataclasses.replace(chip, memory=self.memory or chip.memory)
 
 
 def parse_target(name: str) -> Target:
@@ -113,6 +116,8 @@ def target_at_hand() -> Target:
 
     device, count = jax.devices()[0], jax.device_count()
     name = "".join(device.device_kind.lower().split()).replace("lite", "e")
+    # JAX calls a v5p so.
+    name = "tpuv5p" if name == "tpuv5" else name
     kind = next((kind for kind in CHIPS if kind in name), None)
     if kind is None:
         raise ConfigError(

@@ -15,7 +15,7 @@ Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 - for any other: for each token as many keys as a decode step reads at that length.
 
 What a decode step's attention exchanges, the choice of what it reads included, is counted in its
-trace (`attention_traffic`).
+trace.
 """
 
 import dataclasses
@@ -239,10 +239,10 @@ def decode_work(setup: Setup, *, batch: int, context: int, read: int) -> Work:
     config, shape = setup.config, setup.mesh.shape
     tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = own_matmuls(setup, a_token=True)
-    attended = attention_traffic(setup, rows, context)
+    divides, attended = _answering(setup, rows, context)
     received, collectives = _traffic(setup, rows, 1, spread=False, attended=attended)
     chooses = setup.method.info.keeps_all and setup.method.info.phase in ("decode", "both")
-    divided = shape["data"] * tensor * (shape["seq"] if _divides_slots(setup) else 1)
+    divided = shape["data"] * tensor * (shape["seq"] if divides else 1)
     pairs = read / setup.token_bytes
     return Work(
         linear=rows * 2 * (body + head),
@@ -255,36 +255,44 @@ def decode_work(setup: Setup, *, batch: int, context: int, read: int) -> Work:
     )
 
 
-def attention_traffic(setup: Setup, rows: int, context: int) -> tuple[float, int]:
-    """Bytes that a device receives in the attention of a decode step, and its collectives."""
+def _answering(setup: Setup, rows: int, context: int) -> tuple[bool, tuple[float, int]]:
+    """Whether `seq` divides the caches of an answer; small ones are whole on every shard.
+
+    And bytes that a device receives in the attention of a decode step, and its collectives.
+    """
     sizes, received, count = setup.mesh.shape, 0.0, 0
-    # More shards of an axis exchange alike: the smallest number is traced.
+    # More shards of an axis exchange alike: the smallest number is traced. Every platform exchanges
+    # the same.
     traced = {axis: _least_factor(size if axis != "data" else 1) for axis, size in sizes.items()}
-    share = traced["tensor"] / sizes["tensor"]
-    for axes, gathers, size in _exchanges(setup, tuple(traced.values()), rows, context):
+    if math.prod(traced.values()) == 1:
+        return False, (0.0, 0)
+    on: dict[str, Any] = {"abstract_device": AbstractDevice("cpu", None, "cpu")}
+    mesh = AbstractMesh(tuple(traced.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3, **on)
+    axes_of, exchanges = _traced(dataclasses.replace(setup, mesh=mesh), rows, context)
+    for axes, gathers, size in exchanges:
         shards = math.prod(sizes[axis] for axis in axes)
-        received += share * size * ((shards - 1) if gathers else 2 * (shards - 1) / shards)
+        size *= traced["tensor"] / sizes["tensor"]
+        received += size * ((shards - 1) if gathers else 2 * (shards - 1) / shards)
         count += shards > 1
-    return received, count
+    divides = any(not {"slots", "pages"}.isdisjoint(axes) for axes in axes_of)
+    return sizes["seq"] > 1 and divides, (received, count)
 
 
 @functools.lru_cache(maxsize=256)
-def _exchanges(
-    setup: Setup, sizes: tuple[int, ...], rows: int, context: int
-) -> list[tuple[tuple[str, ...], bool, int]]:
-    """Of each collective in a step's attention its axes, whether it gathers, and its bytes."""
-    if math.prod(sizes) == 1:
-        return []
-    # Every platform exchanges the same.
-    on: dict[str, Any] = {"abstract_device": AbstractDevice("cpu", None, "cpu")}
-    mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, **on)
-    setup, found = dataclasses.replace(setup, mesh=mesh), []
+def _traced(
+    setup: Setup, rows: int, context: int
+) -> tuple[list[tuple[str | None, ...]], list[tuple[tuple[str, ...], bool, int]]]:
+    """The logical axes of an answer's caches, and of each collective in its steps' attention.
+
+    Of a collective these are its axes, whether it gathers, and its bytes.
+    """
+    found, answering = [], capacity.staged_caches(setup, rows, context, 1)[-1]
     config, one = setup.config, jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     done = jax.ShapeDtypeStruct((rows,), jnp.bool)
     segment = decode_segment(one, one, done, setup.method.step_variant(1))
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     new = [jax.ShapeDtypeStruct((rows, 1, n, config.head_dim), setup.dtype) for n in heads]
-    for _, layer, cache in setup.with_layers(capacity.staged_caches(setup, rows, context, 1)[-1]):
+    for _, layer, cache in setup.with_layers(answering):
         own = cache
         if isinstance(cache, Stacked):
             own = jax.eval_shape(lambda run: jax.tree.map(lambda x: x[0], run), cache.cache)
@@ -295,11 +303,11 @@ def _exchanges(
 
         traced = jax.make_jaxpr(attend)(segment, done.update(dtype=jnp.int32), own, new)
         found += layers_in(cache) * [*_collectives(traced.jaxpr)]
-    return found
+    return leaf_axes(answering), found
 
 
 def _collectives(jaxpr: Any) -> Iterator[tuple[tuple[str, ...], bool, int]]:
-    """As `_exchanges`, in a program; of branches those of the one with the most."""
+    """The collectives of a program, as of `_traced`; of branches those of the one with the most."""
     for each in jaxpr.eqns:
         inner = [[*_collectives(one)] for one in jaxprs_in_params(each.params)]
         if each.primitive.name == "cond":
@@ -316,14 +324,6 @@ def _collectives(jaxpr: Any) -> Iterator[tuple[tuple[str, ...], bool, int]]:
 def _least_factor(size: int) -> int:
     """The smallest divisor above 1; 1 of 1."""
     return next((n for n in range(2, size + 1) if size % n == 0), 1)
-
-
-def _divides_slots(setup: Setup) -> bool:
-    """Whether `seq` divides an answer's caches; small ones are whole on every shard."""
-    if setup.mesh.shape["seq"] == 1:
-        return False
-    answering = capacity.staged_caches(setup, setup.mesh.shape["data"], 1, 1)[-1]
-    return any(not {"slots", "pages"}.isdisjoint(axes) for axes in leaf_axes(answering))
 
 
 def sum_parts(setup: Setup, axis: str) -> int:

@@ -263,6 +263,8 @@ def test_auto_chooses_a_mesh_for_the_text(run, checkpoint, book, tmp_path, monke
     chip = dataclasses.replace(CHIPS["cpu"], latency=0.0, link=1e15)
     monkeypatch.setitem(CHIPS, "cpu", chip)
     (tmp_path / "rows").write_text('{"prompt": "The"}\n{"prompt": "A"}\n')
+    kept, longer = tmp_path / "kept", tmp_path / "longer"
+    longer.write_text(5 * book.read_text())
     given, few = ("-c", checkpoint, "--json"), ("--max-tokens", 2)
     for words in [("ask", book, "Who?", "-m", "auto"), ("generate", book.read_text())]:
         alone = json.loads(run(*words, *given, *few, code=0).stdout)
@@ -273,6 +275,12 @@ def test_auto_chooses_a_mesh_for_the_text(run, checkpoint, book, tmp_path, monke
         assert told in result.stderr
         assert found["mesh"] == {"data": 1, "seq": 2, "tensor": 2}
         assert found["answer"] == alone["answer"]
+    # A context that was saved on one device has three runs of slots: they divide over no two.
+    run("ask", longer, "Who?", "-c", checkpoint, *few, "--save-context", kept, code=0)
+    slots = json.loads((kept / "context.json").read_text())["slots"]
+    for words in [("ask", "Who?", "--load-context", kept, *few), ("chat", "--load", kept)]:
+        result = run(*words, "-c", checkpoint, "--mesh", "auto", stdin=b"Who?\n", code=0)
+        assert "mesh tensor=2: a step over 1 x " in result.stderr and slots == 3 * 128
     batch = ("batch", tmp_path / "rows", tmp_path / "out", "-c", checkpoint, *few, "--rows", 2)
     result = run(*batch, "--mesh", "auto", code=0)
     assert "a step over 2 x " in result.stderr and "2 rows" in result.stderr

@@ -12,7 +12,9 @@ from jax_longctx.cli.main import app
 from jax_longctx.cli.options import ModelChoice, argument, only, option
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.planning.targets import CHIPS
 from jax_longctx.run_spec import RunSpec
+from tests.jax_longctx.cli.conftest import refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,3 +112,26 @@ def test_the_hosts_memory_is_pinned_for_engines_that_a_command_makes(
     choice.open(Terminal(), resident=True)
     assert told == (["load"] if offload is None else ["pinned", "load"])
     assert loads[0][1]["offload"] is None
+
+
+def test_auto_divides_no_text_of_engines_that_a_command_makes_and_offloads(
+    loads, tiny, monkeypatch
+):
+    chip = dataclasses.replace(CHIPS["cpu"], latency=0.0, link=1e15)
+    monkeypatch.setitem(CHIPS, "cpu", chip)
+    for offload, mesh in [(None, "seq=4,tensor=2"), ("host", "tensor=2")]:
+        choice = ModelChoice(checkpoint=Path("m"), run=RunSpec(mesh="auto", offload=offload))
+        choice.open(Terminal(), resident=True)
+        spec = RunSpec(mesh="auto", dtype="float32")
+        found = loads[-1][1]["place"](tiny, spec)
+        assert found == dataclasses.replace(spec, mesh=mesh)
+
+
+@pytest.mark.parametrize("words", ["batch in out", "eval run -t passkey --length 64 -o o", "serve"])
+def test_replicas_have_no_mesh_of_all_devices(run, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text('{"prompt": "The"}')
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "manifest.json").write_text("{}")
+    result = run(*words.split(), "-c", "m", "--replicas", 2, "--mesh", "auto")
+    refused(result, "--mesh auto takes all devices, and each replica needs its own; name the axes")
