@@ -39,6 +39,9 @@ from pallas_kernels.quantised import SCALES, dequantised, quantise
 from pallas_kernels.sparse_decode_attention import Pages
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
+from pallas_kernels.sparse_prefill_attention import BLOCK, Blocks
+from pallas_kernels.sparse_prefill_attention import reference as listed_reference
+from pallas_kernels.sparse_prefill_attention import tpu as listed_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import tpu as topk_tpu
 
@@ -148,8 +151,8 @@ def checks() -> list[Check]:
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
-    def spoilt(x: jax.Array, value: float = np.nan) -> jax.Array:
-        beyond = (jnp.arange(SLOTS) >= lengths[:, None])[:, None, :, None]
+    def spoilt(x: jax.Array, value: float = np.nan, lengths: jax.Array = lengths) -> jax.Array:
+        beyond = (jnp.arange(x.shape[2]) >= lengths[:, None])[:, None, :, None]
         return jnp.where(beyond, jnp.asarray(value, x.dtype), x)
 
     q, k, v = draw(rows, 1, K * G, H), draw(rows, K, SLOTS, H), draw(rows, K, SLOTS, H)
@@ -174,6 +177,13 @@ def checks() -> list[Check]:
     listed = np.stack([rng.permutation(SLOTS // PAGE)[:6] for _ in range(rows * K)])
     listed = jnp.asarray(listed, jnp.int32).reshape(rows, K, 6).at[:, 0, 2].set(-1)
 
+    # More blocks than a turn takes, the first head without one.
+    longer = jnp.array([1000, 513], jnp.int32)
+    far_k, far_v = draw(2, K, 2 * SLOTS, H), draw(2, K, 2 * SLOTS, H)
+    chosen = jnp.arange(2 * SLOTS // BLOCK) * BLOCK < longer[:, None, None, None]
+    chosen = jnp.broadcast_to(chosen, (2, K * G, 2, 2 * SLOTS // BLOCK)).at[:, 0].set(False)
+    blocks = longer, Blocks.of(chosen)
+
     def check(
         name: str,
         modules: tuple[Any, Any],
@@ -193,12 +203,14 @@ def checks() -> list[Check]:
     dense: dict[str, Any] = dict(interpreter=True, scale=SCALE)
     decode, sparse = (decode_tpu, decode_reference), (sparse_tpu, sparse_reference)
     topk, mass = (topk_tpu, topk_reference), (mass_tpu, mass_reference)
-    prefill = prefill_tpu, prefill_reference
+    prefill, lists = (prefill_tpu, prefill_reference), (listed_tpu, listed_reference)
     floats = q, *map(dequantised, stored), lengths
     paged = q, k, v, Pages(listed, nothing, lengths, PAGE)
     ranked = whole_q, whole_k, (nothing, lengths), exact
     # Masked slots are multiplied by zero here, so that they must be numbers.
     numbers = many, spoilt(k, 1e4), spoilt(v, 1e4), lengths
+    by_blocks = chunk[0], far_k, far_v, *blocks
+    far_numbers = chunk[0], *(spoilt(x, 1e4, longer) for x in (far_k, far_v)), *blocks
     eight_bits = q, *spoilt_stored, lengths
     return [
         check("decode_attention", decode, ROUNDED, (q, k, v, lengths), (1, 2), **scaled),
@@ -208,6 +220,7 @@ def checks() -> list[Check]:
         check("attention_mass", mass, NEARLY, (many, k, lse, lengths), (1,), how=how),
         check("cache_attention", prefill, ROUNDED, (many, k, v, lengths), (), numbers, **dense),
         check("causal_attention", prefill, ROUNDED, chunk, **dense),
+        check("sparse_prefill_attention", lists, ROUNDED, by_blocks, (1, 2), far_numbers, **scaled),
     ]
 
 

@@ -1,10 +1,11 @@
 """Attention of a chunk of queries to some blocks of a cache, chosen for each head.
 
-Implementations: `xla` on every platform, `gpu` (Mosaic), `reference` for tests. Outputs have q's
-dtype. The log-sum-exp is the natural log in float32. A query that sees no key has output 0 and
-log-sum-exp -inf. It merges with attention over other keys by `pallas_kernels.common.merge`.
+Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic), `reference` for tests. Outputs
+have q's dtype. The log-sum-exp is the natural log in float32. A query that sees no key has output 0
+and log-sum-exp -inf. It merges with attention over other keys by `pallas_kernels.common.merge`.
 """
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, Attended, Queries, Scale, Stored, check_heads
-from pallas_kernels.quantised import dequantised
-from pallas_kernels.sparse_prefill_attention import gpu, gpu_masses, reference, xla
+from pallas_kernels.common import AnyCache, Attended, Queries, Scale, check_heads
+from pallas_kernels.plane import part_of
+from pallas_kernels.quantised import coded, dequantised
+from pallas_kernels.sparse_prefill_attention import gpu, gpu_masses, reference, tpu, xla
 from pallas_kernels.sparse_prefill_attention.reference import BLOCK, Blocks
 
 
@@ -35,7 +37,7 @@ def sparse_prefill_attention(
     Args:
       blocks: for each head and run of 128 queries, of which T fill the last one in part.
       scale: of the scores, above 0, or that and their cap.
-      implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
+      implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Raises:
       ValueError: the cache is not whole blocks of 128 slots, or the lists are not q's.
@@ -53,7 +55,10 @@ def sparse_prefill_attention(
         dispatch.shape_class(q, k, v),
         scale,
         xla=xla.sparse_prefill_attention,
-        gpu=dispatch.Kernel(_of_numbers, lambda: gpu.unsupported(q)),
+        gpu=dispatch.Kernel(partial(_of_numbers, gpu), lambda: gpu.unsupported(q)),
+        tpu=dispatch.Kernel(
+            partial(_of_numbers, tpu), lambda: tpu.unsupported(q, blocks), planes=True, caps=True
+        ),
         reference=reference.sparse_prefill_attention,
     )
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), blocks, scale=scale)
@@ -95,6 +100,7 @@ def block_masses(
     return run(q, keys, jnp.clip(lengths, 0, keys.shape[2]), scale=scale, stride=stride)
 
 
-def _of_numbers(q: Queries, k: Stored, v: Stored, *rest: Any, **how: Any) -> Attended:
-    """The kernel, which takes only floats: of a layer's cache in 8 bits they are made once."""
-    return gpu.sparse_prefill_attention(q, dequantised(k), dequantised(v), *rest, **how)
+def _of_numbers(module: Any, q: Queries, k: Any, v: Any, *rest: Any, **how: Any) -> Attended:
+    """The kernels take only floats: of a layer's cache in 8 bits they are made once."""
+    k, v = (dequantised(part_of(x)) if coded(x) else x for x in (k, v))
+    return module.sparse_prefill_attention(q, k, v, *rest, **how)

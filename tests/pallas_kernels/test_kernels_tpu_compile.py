@@ -22,6 +22,7 @@ from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
+from pallas_kernels.sparse_prefill_attention import Blocks, sparse_prefill_attention
 from pallas_kernels.topk_scores import topk_scores
 from tests.absent import tpu
 
@@ -145,6 +146,24 @@ def _sparse(lists, page_size, entries, flat=False):
     return "sparse_decode_attention", run, PAIR * (1 + flat), arguments, gathered
 
 
+def _listed(head_dim, queries=2048, int8=False):
+    """A chunk over lists of blocks; of a cache in 8 bits one layer becomes floats."""
+    q = QUERIES, (2, queries, 32, head_dim), jnp.bfloat16
+    shape = 2, 8, LONG, head_dim
+    parts = [(HEADS, shape, jnp.int8), (HEADS, shape[:3], jnp.bfloat16)]
+    stored = parts if int8 else [(HEADS, shape, jnp.bfloat16)]
+    lists = [(HEADS, (2, 32, queries // 128, *more), jnp.int32) for more in ((308,), ())]
+
+    def run(q, n, listed, count, *arrays):
+        halves = arrays[: len(stored)], arrays[len(stored) :]
+        k, v = (Quantised(*x, q.dtype) if int8 else x[0] for x in halves)
+        return sparse_prefill_attention(q, k, v, n, Blocks(listed, count), scale=0.1)
+
+    arguments = q, *_bounds(2), *lists, *stored * 2
+    floats = 2 * LONG * 4 * head_dim * 2
+    return "sparse_prefill_attention", run, PAIR, arguments, 10.1 * floats if int8 else floats
+
+
 MAIN = {
     "decode-64": _decode(64),
     "decode-128": _decode(128),
@@ -154,6 +173,7 @@ MAIN = {
     "mass-decode": _mass(1, 128),
     "sparse": _sparse(8, 16, 256),
     "sparse-flat-prior": _sparse(1, 64, 512, flat=True),
+    "listed": _listed(128),
 }
 MORE = ("decode-128", "mass-causal", "sparse")
 # Also for any group: with many queries, in float32, and where no block divides the cache.
@@ -168,6 +188,8 @@ ALSO = {
     "mass-narrow-heads": _mass(512, 64, over_group="max"),
     "mass-squares": _mass(2048, 128, squares=True),
     "sparse-query-heads": _sparse(32, 64, 64),
+    "listed-narrow-heads": _listed(64),
+    "listed-int8": _listed(128, int8=True),
 }
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import Capped
@@ -21,16 +22,20 @@ from pallas_kernels.sparse_prefill_attention import (
     gpu,
     gpu_masses,
     sparse_prefill_attention,
+    tpu,
 )
 from tests.drawing import computed, normal
 
-SLOTS, SCALE = 512, 0.3
+SLOTS, SCALE = 768, 0.3
 
 
 def call(implementation, *arguments, scale=SCALE):
     if implementation == "gpu":  # as the public function hands it on, but interpreted
         interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
         return computed(gpu.sparse_prefill_attention, *arguments, scale=scale, interpret=interpret)
+    if implementation == "tpu":
+        interpret = pltpu.InterpretParams()
+        return computed(tpu.sparse_prefill_attention, *arguments, scale=scale, interpret=interpret)
     run = partial(sparse_prefill_attention, implementation=implementation)
     return computed(run, *arguments, scale=scale)
 
@@ -108,13 +113,13 @@ def test_all_implementations_are_tried():
     q, k, v, lengths, chosen = drawn(**CASES["a-block"])
     blocks = Blocks.of(jnp.asarray(chosen))
     run = partial(sparse_prefill_attention, q, k, v, lengths, blocks, scale=SCALE)
-    assert set(dispatch.offered(lambda name: run(implementation=name))) == set(NAMES)
+    assert set(dispatch.offered(lambda name: run(implementation=name))) == {*NAMES, "tpu"}
     run = partial(block_masses, q[:, :2], k, lengths, scale=SCALE, stride=2)
     assert set(dispatch.offered(lambda name: run(implementation=name))) == set(NAMES)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "tpu"])
 def test_lists_are_a_mask_of_dense_attention(name, case):
     kind: dict[str, Any] = dict(dtype="bfloat16") if name == "gpu" else {}
     q, k, v, lengths, chosen = drawn(**CASES[case], **kind)
@@ -130,11 +135,13 @@ def test_lists_are_a_mask_of_dense_attention(name, case):
 
 
 @pytest.mark.parametrize("scale", [SCALE, Capped(SCALE, 2.0)], ids=["plain", "capped"])
-def test_all_blocks_are_dense_attention(scale):
-    q, k, v, lengths, _ = drawn(queries=200, heads=(4, 2), lengths=(512, 300))
+@pytest.mark.parametrize(("name", "width"), [("xla", 64), ("tpu", 64), ("tpu", 128)])
+def test_all_blocks_are_dense_attention(name, width, scale):
+    # A TPU's kernel takes two turns for six blocks.
+    q, k, v, lengths, _ = drawn(queries=200, heads=(4, 2), lengths=(SLOTS - 1, 300), width=width)
     every = np.arange(SLOTS // BLOCK) * BLOCK < np.array(lengths)[:, None]
     every = np.broadcast_to(every[:, None, None], (2, 4, 2, SLOTS // BLOCK))
-    found = call("xla", q, k, v, lengths, Blocks.of(jnp.asarray(every)), scale=scale)
+    found = call(name, q, k, v, lengths, Blocks.of(jnp.asarray(every)), scale=scale)
     expected = computed(dense.cache_attention, q, k, v, lengths, scale=scale)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)

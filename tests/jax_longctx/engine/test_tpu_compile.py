@@ -20,7 +20,7 @@ from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
 from jax_longctx.planning.work import decode_work, step_weight_bytes
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.settings import Offload
+from jax_longctx.settings import Offload, Reading
 from jax_longctx.sharding import MESH_AXES, make_mesh
 from tests.absent import tpu
 from tests.jax_longctx.engine.gpu_programs import arrays, computations, shared_decode, unfused
@@ -63,19 +63,21 @@ def on_v5e(mesh_sizes, method=None, **changes):
     return Setup(config, method or Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
 
 
-def test_tpu_segment_compiles_in_place_with_its_kernel():
+@pytest.mark.parametrize("way", [None, pytest.param(Reading(), marks=pytest.mark.slow)], ids=str)
+def test_tpu_segment_compiles_in_place_with_its_kernel(way):
     """Temporaries below one layer's keys and values: no copy of any buffer.
 
     Splash attention is given a layer's slice, which may be a copy. Weights are multiplied in place.
     """
     # Two layers: a kernel takes a second to compile.
-    setup = on_v5e((1, 2, 2), num_layers=2)
+    setup = dataclasses.replace(on_v5e((1, 2, 2), num_layers=2), reading=way)
     compiled = compile_segment(setup, 1, SLOTS, 64)
     memory, cache = compiled.memory_analysis(), cache_bytes(setup, 1, SLOTS)
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < cache / setup.config.num_layers
     text = compiled.as_text()
     assert "tpu_custom_call" in text
+    assert ("sparse_prefill_attention" in text) == (way is not None)
     # q, k and v of 64 tokens, and their merged attention.
     assert largest_result(text, "all-gather") < min(arrays_of_layers(setup)) / 2
 
