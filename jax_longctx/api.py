@@ -80,7 +80,7 @@ def load(
     *,
     parse_special: bool = False,
     template: Mapping[str, Any] | None = None,
-    place: Callable[["LongContext", RunSpec], RunSpec] | None = None,
+    sizes: Callable[["LongContext"], Mapping[str, Any]] = lambda model: {},
     choose: Callable[["LongContext"], Method] | None = None,
     check: Callable[["LongContext"], object] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
@@ -94,9 +94,8 @@ def load(
       parse_special: whether special tokens that are written in texts, questions and messages are
         read as tokens. Else they are plain text: a document cannot end a turn.
       template: variables of the chat template by name, as {"enable_thinking": False}.
-      place: called where the mesh is "auto" and there are several devices, with the model on one:
-        gives the spec with a mesh. By default it is that of one text of the trained length
-        (`planning.plan.on_best_mesh`).
+      sizes: called where the mesh is "auto", with the model on one device: what the mesh is chosen
+        for, as arguments of `planning.plan.on_best_mesh`; else one text of the trained length.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       check: called with the model before its weights load, to raise an error of the caller's own.
@@ -134,7 +133,9 @@ def load(
 
     model = made(spec)
     if auto and jax.device_count() > 1:
-        spec = (place or _placed)(model, dataclasses.replace(spec, mesh=AUTO))
+        from jax_longctx.planning.plan import on_best_mesh
+
+        spec = on_best_mesh(dataclasses.replace(spec, mesh=AUTO), model.config, **sizes(model))
         spec = dataclasses.replace(spec, mesh=spec.devices())
         model = made(spec)
     if choose is not None:
@@ -151,12 +152,6 @@ def load(
             params = loading.result()
     model.engine.take_params(params, consume=True)
     return model
-
-
-def _placed(model: "LongContext", spec: RunSpec) -> RunSpec:
-    from jax_longctx.planning.plan import on_best_mesh
-
-    return on_best_mesh(spec, model.config)
 
 
 class LongContext:

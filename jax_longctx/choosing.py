@@ -23,17 +23,17 @@ smallest is chosen, and the engine says how many tokens would fit.
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from jax_longctx.engine.capacity import fits
 from jax_longctx.errors import ConfigError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.params import param_infos
 from jax_longctx.settings import named_text
 
 if TYPE_CHECKING:
@@ -145,7 +145,6 @@ class Case:
 
     Attributes:
       tokens: of the text, the longest question and its answer.
-      parameters: how many the model has.
       full: full attention.
       free: bytes of each device for caches; None where unknown.
       cache: bytes on each device of the text's caches under a method; ConfigError where the
@@ -154,7 +153,6 @@ class Case:
 
     config: ModelConfig
     tokens: int
-    parameters: int
     full: Any
     free: int | None
     cache: Callable[[Any], int]
@@ -169,7 +167,6 @@ class Case:
         return cls(
             config=model.config,
             tokens=tokens,
-            parameters=sum(leaf.size for leaf in jax.tree.leaves(model.engine.params)),
             full=model.engine.method,
             free=model.engine.memory_expected(),
             cache=cache,
@@ -217,7 +214,8 @@ def choose(
         why += " (`jax-longctx plan` names what makes it fit)"
     if not rows:
         return Choice(smallest[1], f"{smallest[2]}: {why}, and no cache fits; this is the smallest")
-    unlike = {row.model: row.model.unlike(case.config, case.parameters) for row in known}
+    parameters = sum(math.prod(info.shape) for info in param_infos(case.config).values())
+    unlike = {row.model: row.model.unlike(case.config, parameters) for row in known}
     row, made = _best(sorted(rows, key=lambda pair: unlike[pair[0].model] != ""), ratio)
     prefills = ""
     if made.info.needs_question and questions > 1:

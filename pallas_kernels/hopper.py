@@ -64,14 +64,18 @@ _FEW_PARTS = 16
 
 def unsupported(q: Array) -> str | None:
     """Why no Hopper kernel takes these queries on this device, or None."""
+    reason = unsupported_numbers(q)
+    if reason is None and q.shape[3] not in HEAD_DIMS:
+        reason = f"head dim {q.shape[3]} is not one of {HEAD_DIMS}"
+    return reason
+
+
+def unsupported_numbers(x: Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why no Hopper kernel multiplies these numbers on this device, or None."""
     reason = unsupported_device()
-    if reason is not None:
-        return reason
-    if q.dtype not in DTYPES:
-        return f"wgmma takes bfloat16 and float16, not {q.dtype}"
-    if q.shape[3] not in HEAD_DIMS:
-        return f"head dim {q.shape[3]} is not one of {HEAD_DIMS}"
-    return None
+    if reason is None and x.dtype not in DTYPES:
+        reason = f"wgmma takes bfloat16 and float16, not {x.dtype}"
+    return reason
 
 
 def unsupported_device() -> str | None:

@@ -395,56 +395,43 @@ class ModelChoice:
         method: MethodChoice | Spec | None = None,
         *,
         resident: bool = False,
-        sizes: Callable[["LongContext"], Mapping[str, Any]] | None = None,
+        sizes: Callable[["LongContext"], Mapping[str, Any]] = lambda loaded: {},
         **how: Any,
     ) -> "LongContext":
         """Loads the checkpoint with method and mesh; cheap checks come first.
 
-        `how` is passed to `api.load`; `choose` among it stands for a method.
+        `sizes` and `how` are passed to `api.load`; `choose` among it stands for a method.
 
         Args:
           resident: the loaded model's own contexts lie on the devices, for a command that makes an
             engine of each method and says there where contexts lie.
-          sizes: what `--mesh auto` is chosen for, as `planning.plan.on_best_mesh` takes it; else
-            one row of the trained length.
         """
+        run, own = self.run, ON_DEVICES if resident else {}
+
+        def asked(loaded: "LongContext") -> Mapping[str, Any]:
+            given = {"say": terminal.note, **sizes(loaded)}
+            # No text of the engines that will be made is divided where they offload it.
+            return {**given, "divide": {"seq": 1}} if own and run.offload else given
+
         with terminal.starting(f"loading {self.checkpoint}"):
             if isinstance(method, Spec):
                 made = make_method(method.name, dict(method.settings))
             else:
                 made = None if method is None or "choose" in how else method.make()
             from jax_longctx.api import load
+            from jax_longctx.memory import allow_pinned
 
-            run, auto = self.run, self.run.mesh == AUTO
-            if auto:
-                how["place"] = functools.partial(_place, terminal, run, sizes)
-            if run.mesh is not None or resident:
-                # They pin memory for contexts that are offloaded, of which `load` is not told.
-                mesh = dataclasses.replace(run, mesh=None if auto else run.mesh).devices()
-                run = dataclasses.replace(run, mesh=AUTO if auto else mesh)
+            if own and run.offload is not None:
+                # `load` is not told.
+                allow_pinned()
             return load(
                 self.checkpoint,
-                dataclasses.replace(run, method=made, **(ON_DEVICES if resident else {})),
+                dataclasses.replace(run, method=made, **own),
+                sizes=asked,
                 parse_special=self.parse_special,
                 template=template_variables(self.template or ()),
                 **how,
             )
-
-
-def _place(
-    terminal: Terminal,
-    run: RunSpec,
-    sizes: Callable[["LongContext"], Mapping[str, Any]] | None,
-    model: "LongContext",
-    spec: RunSpec,
-) -> RunSpec:
-    from jax_longctx.planning.plan import on_best_mesh
-
-    asked = {} if sizes is None else sizes(model)
-    # Its contexts may be on the devices, where those of other engines are offloaded.
-    whole = dataclasses.replace(spec, offload=run.offload, working_set=run.working_set)
-    best = on_best_mesh(whole, model.config, say=terminal.note, **asked)
-    return dataclasses.replace(spec, mesh=best.mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,13 @@ def plan(
     with terminal.starting():
         from jax_longctx.choosing import beyond_trained
         from jax_longctx.methods import make_method, settings_of
-        from jax_longctx.planning.plan import PlanRequest, alternatives, candidates, make_plan
+        from jax_longctx.planning.plan import (
+            PlanRequest,
+            alternatives,
+            candidates,
+            choose_method,
+            make_plan,
+        )
 
         asked: dict[str, Any] = dataclasses.asdict(rows)
         auto = method.method == options.AUTO
@@ -100,8 +106,11 @@ def plan(
         made = make_plan(request, sizes)
         others = {} if made.fits else alternatives(request, made.mesh)
         if auto:
-            request = _choose(request, sizes, questions, terminal)
-            chosen, made = request.spec.method, make_plan(request, sizes)
+            choice = choose_method(request, sizes, questions)
+            terminal.note(f"method {choice.reason}")
+            chosen = choice.method
+            request = dataclasses.replace(request, spec=dataclasses.replace(run, method=chosen))
+            made = make_plan(request, sizes)
     compiled = None
     if compiles:
         made, compiled = _compile(request, made, terminal)
@@ -125,18 +134,6 @@ def plan(
     }
     record["method"] = record.pop("name")
     terminal.result(record, _shown)
-
-
-def _choose(
-    request: "PlanRequest", mesh: dict[str, int], questions: int, terminal: Terminal
-) -> "PlanRequest":
-    """The request under the method that `--method auto` takes, with a line that says why."""
-    from jax_longctx.planning.plan import choose_method
-
-    choice = choose_method(request, mesh, questions)
-    terminal.note(f"method {choice.reason}")
-    spec = dataclasses.replace(request.spec, method=choice.method)
-    return dataclasses.replace(request, spec=spec)
 
 
 def _compile(
@@ -209,6 +206,9 @@ def _figures(request: "PlanRequest", made: "Plan", source: str) -> dict[str, Any
 
 
 def _shown(record: dict[str, Any]) -> list[Any]:
+    from jax_longctx.planning.plan import shown_steps
+
+    told = shown_steps((each["fits"], each["axes"], each["token"]) for each in record["meshes"])
     mesh = ",".join(f"{axis}={size}" for axis, size in record["mesh"].items())
     proposed = " (proposed)" if record["mesh_proposed"] else ""
     rows = [*_memory_rows(record), *_work_rows(record), *_compiled_rows(record)]
@@ -233,20 +233,12 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"{record['model']}, {record['dtype']}{stored(record)}, {record['method']}, "
         f"{record['batch']} x {record['context']:,} tokens, chunks of {record['chunk']:,}",
         f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
-        *_meshes(record["meshes"]),
+        *([f"a token takes by mesh: {told}"] if told else []),
         numbers,
         _bounds(record) + (f"; {auto}this fits: {', '.join(fitting)}" if fitting else ""),
         *filter(None, [record["beyond_trained"]]),
         Text(constants, style="dim"),
     ]
-
-
-def _meshes(meshes: list[dict[str, Any]]) -> list[str]:
-    """The meshes with their predicted steps."""
-    from jax_longctx.planning.plan import shown_steps
-
-    told = shown_steps((each["fits"], each["axes"], each["token"]) for each in meshes)
-    return [f"a token takes by mesh: {told}"] if told else []
 
 
 def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:

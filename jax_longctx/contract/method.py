@@ -268,10 +268,10 @@ def question_segments(rows: Sequence[Sequence[int]], chunk: int) -> Iterator[Seg
     yield make_segment([row[-1:] for row in rows], 1, "query", some)
 
 
-def mark_ends(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same segments, with variant ENDS where a row ends."""
+def mark_ends(segments: Iterable[Segment], feed: Feed) -> Iterator[Segment]:
+    """The same segments, of a question with variant ENDS where a row ends."""
     for segment in segments:
-        ends = bool(np.any(np.asarray(segment.ends)))
+        ends = feed.stage == "question" and bool(np.any(np.asarray(segment.ends)))
         yield dataclasses.replace(segment, variant=ENDS) if ends else segment
 
 

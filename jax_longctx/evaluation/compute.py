@@ -16,7 +16,6 @@ from jax_longctx.engine import Engine, Lengths
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.compiling import CompileClock
-from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.methods import settings_of
 from jax_longctx.run_spec import ON_DEVICES, RunSpec
@@ -225,17 +224,14 @@ def _answers(model: LongContext, batch: Batch) -> list[dict[str, Any]]:
     ]
 
 
-@functools.lru_cache(maxsize=16)
-def _answering(setup: Setup, rows: int, slots: int, reserve: int) -> tuple[Any, ...]:
-    """Shapes of the caches while a batch's answers are decoded."""
-    return staged_caches(setup, rows, slots - reserve - 1, reserve)[-1]
+_staged = functools.lru_cache(maxsize=16)(staged_caches)
 
 
 def _bytes_of_a_row(engine: Engine, batch: Batch, slots: int, length: int) -> dict[str, int]:
     """Bytes of one row's share of the caches: held while answering, and read by a decode step."""
     shards = engine.mesh.shape["data"]
     rows = -(-batch.rows // shards) * shards
-    caches = _answering(engine.setup, rows, slots, batch.reserve)
+    *_, caches = _staged(engine.setup, rows, slots - batch.reserve - 1, batch.reserve)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
     return {
         "resident": held // rows,

@@ -181,7 +181,7 @@ class FreePages(Appending):
     def segments(self, feed: Feed) -> Iterable[Segment]:
         reads = ReAttention(global_size=self.sink, local_size=self.local, chunk=self.chunk)
         segments = reads.segments(feed)
-        return mark_ends(segments) if self.lam and feed.stage == "question" else segments
+        return mark_ends(segments, feed) if self.lam else segments
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B, past_B = new, segment.valid_of(), cache.store.length

@@ -92,8 +92,7 @@ class Resa(Selecting):
         return ResaCache(**vars(cache), background=residual.empty_background(shape))
 
     def segments(self, feed: Feed) -> Iterable[Segment]:
-        segments = super().segments(feed)
-        return mark_ends(segments) if feed.stage == "question" else segments
+        return mark_ends(super().segments(feed), feed)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role == "decode":

@@ -108,8 +108,7 @@ class PartialDecoding(Appending):
         return RefreshCache(empty_append_cache(shape), partial, query, steps, full_steps)
 
     def segments(self, feed: Feed) -> Iterable[Segment]:
-        segments = super().segments(feed)
-        return mark_ends(segments) if feed.stage == "question" else segments
+        return mark_ends(super().segments(feed), feed)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role == "decode":

@@ -26,7 +26,6 @@ from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.memory import allow_pinned
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.params import param_infos
 from jax_longctx.planning.targets import Chip, Target, target_at_hand
 from jax_longctx.planning.work import (
     Work,
@@ -151,7 +150,10 @@ def make_plan(
     prefill = prefill_work(case.setup, batch=rows, context=context, reserve=request.reserve)
     caches = case.caches(context)
     decode = decode_work(case.setup, batch=rows, context=context, read=caches.read)
-    step = _decode_seconds(decode, chip)
+    read = _seconds(prefill, prefill.linear, chip)
+    read += prefill.attention / (chip.flops * chip.attention_share)
+    step = _seconds(decode, decode.linear + decode.attention, chip)
+    step += decode.layers * chip.ramp + decode.choices * chip.choice
     moved = _host_seconds(case.setup, context, request.reserve, caches.host)
     return Plan(
         mesh=dict(case.setup.mesh.shape),
@@ -165,7 +167,7 @@ def make_plan(
         undivided=tuple(undivided(case.setup.mesh, **weight_axes(request.config))),
         prefill=prefill,
         decode=decode,
-        first_token=_prefill_seconds(prefill, chip) + step + moved,
+        first_token=read + step + moved,
         step=step,
         moved=moved,
     )
@@ -296,11 +298,9 @@ def choose_method(request: PlanRequest, mesh: dict[str, int], questions: int = 1
     full = make_method("full")
     exact = under(full)
     beside = weight_bytes(exact.setup) + exact.temporaries(request.context)
-    infos = param_infos(request.config).values()
     case = Case(
         config=request.config,
         tokens=request.context + request.reserve,
-        parameters=sum(math.prod(info.shape) for info in infos),
         full=full,
         free=max(request.target.chip.memory - beside, 0),
         cache=lambda method: under(method).caches(request.context).peak,
@@ -332,7 +332,8 @@ class _Case:
     scale: float = 1.0
 
     def caches(self, context: int) -> capacity.Footprint:
-        return _footprint(self.setup, self.rows, context, self.request.reserve)
+        sizes = {"batch": self.rows, "context": context, "reserve": self.request.reserve}
+        return _footprint(self.setup, per_device=True, **sizes)
 
     def need(self, context: int) -> float:
         """Bytes on a device, with the memory that the engine keeps free beside caches."""
@@ -409,23 +410,14 @@ def _case(request: PlanRequest, sizes: dict[str, int]) -> _Case:
     return _Case(request, request.setup(mesh), request.rows(sizes))
 
 
-@functools.lru_cache(maxsize=64)
-def _footprint(setup: Setup, rows: int, context: int, reserve: int) -> capacity.Footprint:
-    return capacity.footprint(setup, batch=rows, context=context, reserve=reserve, per_device=True)
+_footprint = functools.lru_cache(maxsize=64)(capacity.footprint)
 
 
-def _prefill_seconds(work: Work, chip: Chip) -> float:
-    compute = work.linear / (chip.flops * chip.linear_share)
+def _seconds(work: Work, flops: float, chip: Chip) -> float:
+    """Seconds of products and what they read, and of communication without overlap."""
+    compute = flops / (chip.flops * chip.linear_share)
     read = work.read / (chip.bandwidth * chip.bandwidth_share)
-    attention = work.attention / (chip.flops * chip.attention_share)
-    return max(compute, read) + attention + _waiting(work, chip)
-
-
-def _decode_seconds(work: Work, chip: Chip) -> float:
-    compute = (work.linear + work.attention) / (chip.flops * chip.linear_share)
-    read = work.read / (chip.bandwidth * chip.bandwidth_share)
-    idle = work.layers * chip.ramp + work.choices * chip.choice
-    return max(compute, read) + idle + _waiting(work, chip)
+    return max(compute, read) + work.received / chip.link + work.collectives * chip.latency
 
 
 def _host_seconds(setup: Setup, context: int, reserve: int, host: int) -> float:
@@ -437,8 +429,3 @@ def _host_seconds(setup: Setup, context: int, reserve: int, host: int) -> float:
     if setup.method.info.phase in ("none", "decode"):
         times += row_work(setup, context, reserve)[1]
     return times * host / HOST_LINK
-
-
-def _waiting(work: Work, chip: Chip) -> float:
-    """Seconds of communication, without overlap with computation."""
-    return work.received / chip.link + work.collectives * chip.latency

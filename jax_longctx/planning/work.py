@@ -210,7 +210,8 @@ def prefill_work(
     config, tensor, item = setup.config, setup.mesh.shape["tensor"], setup.dtype.itemsize
     rows, layers = batch // setup.mesh.shape["data"], config.num_layers
     work, segments, spread = row_work(setup, context, reserve, question)
-    spreads = spread and setup.mesh.shape["seq"] > 1
+    shards = setup.mesh.shape["seq"]
+    spreads = spread and shards > 1
     # Of spread tokens a shard multiplies its own with all weights, or all with its own weights.
     body, _ = own_matmuls(setup, gathered=spreads)
     met, _ = own_matmuls(setup, gathered=spreads, a_token=True)
@@ -224,7 +225,15 @@ def prefill_work(
         if _gathers_weights(setup, rows * work.tokens, segments):
             # They are read where they lie, and again as they are used.
             read += segments * body * stored_bytes(setup)
-    pairs = rows * _layers(setup, work, context)
+    elif shards > 1 and segments:
+        # Partial results over each shard's own keys.
+        size = int(rows * work.tokens / segments * config.num_heads) // tensor
+        sent, times = merge_cost(size, config.head_dim, item, shards)
+        received += layers * segments * sent
+        collectives += layers * segments * times
+    # A sliding window bounds the keys of each token.
+    bounds = (math.inf if window is None else context * window for window in config.windows)
+    pairs = rows * sum(min(work.pairs, bound) for bound in bounds)
     return Work(
         linear=rows * 2 * (met * work.tokens + head),
         attention=4 * config.num_heads * config.head_dim * pairs / tensor,
@@ -239,8 +248,8 @@ def decode_work(setup: Setup, *, batch: int, context: int, read: int) -> Work:
     config, shape = setup.config, setup.mesh.shape
     tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = own_matmuls(setup, a_token=True)
-    divides, attended = _answering(setup, rows, context)
-    received, collectives = _traffic(setup, rows, 1, spread=False, attended=attended)
+    received, collectives = _traffic(setup, rows, 1, spread=False)
+    divides, attended, exchanges = _answering(setup, rows, context)
     chooses = setup.method.info.keeps_all and setup.method.info.phase in ("decode", "both")
     divided = shape["data"] * tensor * (shape["seq"] if divides else 1)
     pairs = read / setup.token_bytes
@@ -248,14 +257,14 @@ def decode_work(setup: Setup, *, batch: int, context: int, read: int) -> Work:
         linear=rows * 2 * (body + head),
         attention=4 * config.num_heads * config.head_dim * pairs / divided,
         read=step_weight_bytes(setup, rows) + read / divided,
-        received=received,
-        collectives=collectives,
+        received=received + attended,
+        collectives=collectives + exchanges,
         layers=config.num_layers,
         choices=chooses * sum(window is None for window in config.windows),
     )
 
 
-def _answering(setup: Setup, rows: int, context: int) -> tuple[bool, tuple[float, int]]:
+def _answering(setup: Setup, rows: int, context: int) -> tuple[bool, float, int]:
     """Whether `seq` divides the caches of an answer; small ones are whole on every shard.
 
     And bytes that a device receives in the attention of a decode step, and its collectives.
@@ -263,9 +272,12 @@ def _answering(setup: Setup, rows: int, context: int) -> tuple[bool, tuple[float
     sizes, received, count = setup.mesh.shape, 0.0, 0
     # More shards of an axis exchange alike: the smallest number is traced. Every platform exchanges
     # the same.
-    traced = {axis: _least_factor(size if axis != "data" else 1) for axis, size in sizes.items()}
+    traced = {
+        axis: next((n for n in range(2, size + 1) if axis != "data" and size % n == 0), 1)
+        for axis, size in sizes.items()
+    }
     if math.prod(traced.values()) == 1:
-        return False, (0.0, 0)
+        return False, 0.0, 0
     on: dict[str, Any] = {"abstract_device": AbstractDevice("cpu", None, "cpu")}
     mesh = AbstractMesh(tuple(traced.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3, **on)
     axes_of, exchanges = _traced(dataclasses.replace(setup, mesh=mesh), rows, context)
@@ -275,7 +287,7 @@ def _answering(setup: Setup, rows: int, context: int) -> tuple[bool, tuple[float
         received += size * ((shards - 1) if gathers else 2 * (shards - 1) / shards)
         count += shards > 1
     divides = any(not {"slots", "pages"}.isdisjoint(axes) for axes in axes_of)
-    return sizes["seq"] > 1 and divides, (received, count)
+    return sizes["seq"] > 1 and divides, received, count
 
 
 @functools.lru_cache(maxsize=256)
@@ -321,28 +333,16 @@ def _collectives(jaxpr: Any) -> Iterator[tuple[tuple[str, ...], bool, int]]:
             yield axes, each.primitive.name == "all_gather", size
 
 
-def _least_factor(size: int) -> int:
-    """The smallest divisor above 1; 1 of 1."""
-    return next((n for n in range(2, size + 1) if size % n == 0), 1)
-
-
 def sum_parts(setup: Setup, axis: str) -> int:
     """The number of devices that a product with weights along that axis is summed over."""
     whole = undivided(setup.mesh, **{axis: weight_axes(setup.config)[axis]})
     return setup.mesh.shape["tensor"] * (1 if whole else setup.mesh.shape["seq"])
 
 
-def _traffic(
-    setup: Setup,
-    tokens: float,
-    segments: int,
-    spread: bool,
-    attended: tuple[float, int] | None = None,
-) -> tuple[float, int]:
+def _traffic(setup: Setup, tokens: float, segments: int, spread: bool) -> tuple[float, int]:
     """Bytes that a device receives for `tokens` in all `segments`, and number of collectives.
 
-    Args:
-      attended: of them those of all layers' attention, where they are known.
+    Those of attention over caches that `seq` divides are left out.
     """
     config, item = setup.config, setup.dtype.itemsize
     tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
@@ -354,21 +354,12 @@ def _traffic(
             # reduce-scatter and an all-gather.
             received += 2 * tokens * config.model_dim * item * (parts - 1) / parts
             collectives += segments
-    if shards > 1 and not spread:
-        if attended is None:
-            # Partial results over each shard's own keys.
-            size = int(tokens / segments * config.num_heads) // tensor
-            sent, times = merge_cost(size, config.head_dim, item, shards)
-            received += segments * sent
-            collectives += segments * times
-        if sum_parts(setup, "head_dim") > tensor:
-            # Queries, keys and values, of whose width each shard computes a part.
-            heads = (config.num_heads + 2 * config.num_kv_heads) // tensor
-            received += tokens * heads * config.head_dim * item * (shards - 1) / shards
-            collectives += segments
+    if not spread and sum_parts(setup, "head_dim") > tensor:
+        # Queries, keys and values, of whose width each shard computes a part.
+        heads = (config.num_heads + 2 * config.num_kv_heads) // tensor
+        received += tokens * heads * config.head_dim * item * (shards - 1) / shards
+        collectives += segments
     received, collectives = config.num_layers * received, config.num_layers * collectives
-    if attended is not None:
-        received, collectives = received + attended[0], collectives + attended[1]
     if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
         own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
         each = stored_bytes(setup), item
@@ -439,11 +430,3 @@ def _pairs(setup: Setup, context: int, chunk: int) -> float:
         return every
     own = context * (min(chunk, context) + 1) / 2
     return own + (every - own) * min(how.density + 0.5 / how.stride, 1)
-
-
-def _layers(setup: Setup, work: PrefillWork, context: int) -> float:
-    """Pairs of all layers; a sliding window bounds the keys of each token."""
-    return sum(
-        work.pairs if window is None else min(work.pairs, context * window)
-        for window in setup.config.windows
-    )

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
+from pallas_kernels.row_matmul import gpu
 from pallas_kernels.row_matmul.gpu import tile_depth, tile_sums
 
 # Elements of a matrix's tile at most, outputs of one, and workers of a processor.
@@ -37,16 +38,10 @@ _ROWS, _PART = 128, 96
 
 def unsupported(x: Array | jax.ShapeDtypeStruct, w: AnyMatrix) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
-    reason = hopper.unsupported_device()
-    if reason is not None:
-        return reason
-    if x.dtype not in hopper.DTYPES:
-        return f"wgmma takes bfloat16 and float16, not {x.dtype}"
-    if x.shape[1] > _ROWS:
-        return f"a block has {x.shape[1]} rows, more than {_ROWS}"
-    if w.shape[1] % hopper.ROWS or w.shape[2] % hopper.ROWS:
-        return f"{w.shape[1]} inputs or {w.shape[2]} outputs are no multiple of {hopper.ROWS}"
-    return None
+    reason = gpu.unsupported(x, w)
+    if reason is None and x.shape[1] > _ROWS:
+        reason = f"a block has {x.shape[1]} rows, more than {_ROWS}"
+    return reason
 
 
 def expert_matmul(

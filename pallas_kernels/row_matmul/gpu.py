@@ -48,14 +48,10 @@ _STAGES, _STAGES_8, _TILE, _WIDE, _WORKERS = 3, 5, 16384, 128, 2
 
 def unsupported(x: Array | jax.ShapeDtypeStruct, w: AnyMatrix) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
-    reason = hopper.unsupported_device()
-    if reason is not None:
-        return reason
-    if x.dtype not in hopper.DTYPES:
-        return f"wgmma takes bfloat16 and float16, not {x.dtype}"
-    if w.shape[0] % hopper.ROWS or w.shape[1] % hopper.ROWS:
-        return f"{w.shape[0]} inputs or {w.shape[1]} outputs are no multiple of {hopper.ROWS}"
-    return None
+    reason, (inputs, outputs) = hopper.unsupported_numbers(x), w.shape[-2:]
+    if reason is None and (inputs % hopper.ROWS or outputs % hopper.ROWS):
+        reason = f"{inputs} inputs or {outputs} outputs are no multiple of {hopper.ROWS}"
+    return reason
 
 
 def row_matmul(

@@ -31,9 +31,7 @@ def unsupported(q: Array, stride: int) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     if stride * _LEAST > BLOCK:
         return f"stride {stride} leaves {BLOCK // stride} rows of keys a block, at least {_LEAST}"
-    if q.dtype not in hopper.DTYPES:
-        return f"wgmma takes bfloat16 and float16, not {q.dtype}"
-    return hopper.unsupported_device()
+    return hopper.unsupported_numbers(q)
 
 
 def block_masses(

@@ -135,8 +135,8 @@ def test_what_is_no_checkpoint_or_does_not_go_with_it(run, checkpoint, tmp_path)
         refused(run("generate", "The", "-c", folder), str(folder))
     refused(run("convert", tmp_path, tmp_path / "new"), str(tmp_path))
     assert not (tmp_path / "new").exists()
-    result = run("generate", "The", "-c", checkpoint, "--mesh", "tensor=8")
-    refused(result, "does not divide")
+    for mesh, wrong in [("tensor=8", "does not divide"), ("data=4096", "needs 4096 devices")]:
+        refused(run("generate", "The", "-c", checkpoint, "--mesh", mesh), wrong)
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)
     for path in (damaged / "params").rglob("*"):

@@ -12,6 +12,7 @@ from jax_longctx.cli.main import app
 from jax_longctx.cli.options import ModelChoice, argument, only, option
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.planning.plan import on_best_mesh
 from jax_longctx.planning.targets import CHIPS
 from jax_longctx.run_spec import RunSpec
 from tests.jax_longctx.cli.conftest import refused
@@ -122,9 +123,8 @@ def test_auto_divides_no_text_of_engines_that_a_command_makes_and_offloads(
     for offload, mesh in [(None, "seq=4,tensor=2"), ("host", "tensor=2")]:
         choice = ModelChoice(checkpoint=Path("m"), run=RunSpec(mesh="auto", offload=offload))
         choice.open(Terminal(), resident=True)
-        spec = RunSpec(mesh="auto", dtype="float32")
-        found = loads[-1][1]["place"](tiny, spec)
-        assert found == dataclasses.replace(spec, mesh=mesh)
+        spec, sizes = RunSpec(mesh="auto", dtype="float32"), loads[-1][1]["sizes"](tiny)
+        assert on_best_mesh(spec, tiny.config, **sizes).mesh == mesh
 
 
 @pytest.mark.parametrize("words", ["batch in out", "eval run -t passkey --length 64 -o o", "serve"])
