@@ -12,12 +12,16 @@ A row may have an "id" (text or a whole number). A row that cannot be used has a
 written to its line of the output. A "file" may be any file that the process can read, and answers
 can show its text; `under` confines the files of untrusted rows to a folder.
 
-A window of the input is sorted by length, longest first, and cut into batches. The number of cache
+Rows about one text, by `context`, `file` or `files`, are taken where the first of them stands. Of
+Parquet and of object stores, where a row far off costs much, rows are taken as they stand.
+
+A window of the rows is sorted by length, longest first, and cut into batches. The number of cache
 slots is rounded up to a quarter of an octave and the number of rows to a power of two, so that few
 programs are compiled. The same window, options and memory limit give the same batches, so a run
 that was killed computes the remaining batches as it would have without the kill.
 """
 
+import array
 import dataclasses
 import hashlib
 import itertools
@@ -27,8 +31,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jax_longctx.batch.requests import Request, failed, read_request
-from jax_longctx.batch.source import lines_from
+from jax_longctx.batch.source import lines_from, seeks
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.files import check_text, file_errors, read_bytes
@@ -125,6 +131,27 @@ class Line:
         return hashlib.sha256(self.content).hexdigest()
 
 
+# Rows in turn: the index, the line's number and place of the first, and how many.
+Run = tuple[int, int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """What a first pass over the input finds, of 24 bytes a row and 32 a run.
+
+    Attributes:
+      rows: how many.
+      digest: of the input and of the files that its rows name.
+      numbers: of the rows' lines, int64.
+      runs: int64, [runs, 4]: `Run`s of all rows, those about one text one after the other.
+    """
+
+    rows: int
+    digest: str
+    numbers: np.ndarray
+    runs: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class RowReader:
     """Reads the rows of one input.
@@ -144,44 +171,60 @@ class RowReader:
     usual: Request = dataclasses.field(default_factory=Request)
     forms: Forms | None = None
     note: Note = log.warning
+    # Digests of the files' texts, by their names.
+    _known: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
     # The last files, which the next rows name too, and their text.
     _last: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict, init=False)
     # The last text in tokens, which the next rows may be about too.
     _encoded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, init=False)
 
-    def scan(self) -> tuple[int, str]:
-        """The number of rows, and a digest of the input and of the files that its rows name.
+    def scan(self) -> Scan:
+        """Reads the input once.
 
         Raises:
           InputError: the input cannot be read, or is empty.
         """
-        rows, digest = 0, hashlib.sha256()
+        found, digest = array.array("q"), hashlib.sha256()
         for line in self.lines():
-            rows += 1
             digest.update(line.content)
-        if not rows:
+            # Of a text 8 bytes; what has none stands alone. Equal ones are compared again later.
+            text = hashlib.sha256(repr(line.text or line.index).encode()).digest()[:8]
+            found.extend((line.number, line.place, int.from_bytes(text, signed=True)))
+        if not found:
             raise InputError(
                 f'{self.path} holds no rows; give JSON lines such as {{"prompt": "..."}}'
             )
-        return rows, digest.hexdigest()[:16]
+        numbers, places, texts = np.asarray(found).reshape(-1, 3).T
+        order = np.arange(len(numbers))
+        if seeks(self.path):
+            _, first, which = np.unique(texts, return_index=True, return_inverse=True)
+            order = np.argsort(first[which], kind="stable")
+        begins = np.flatnonzero(np.diff(order, prepend=-2) != 1)
+        at, counts = order[begins], np.diff(begins, append=len(order))
+        runs = np.stack([at, numbers[at], places[at], counts], 1)
+        return Scan(len(order), digest.hexdigest()[:16], numbers, runs)
+
+    def read(self, runs: Iterable[Run] | np.ndarray) -> Iterator[Line]:
+        """The lines of runs."""
+        for *start, count in runs:
+            yield from itertools.islice(self.lines(*map(int, start)), int(count))
 
     def lines(self, index: int = 0, first: int = 1, place: int = 0) -> Iterator[Line]:
         """Every line that holds a row, from one on. InputError where the input cannot be read."""
-        known = dict[str, str]()
         with file_errors(f"{self.path} cannot be read", "give a file of JSON lines"):
             for number, (at, raw) in enumerate(lines_from(self.path, place), start=first):
                 if raw.strip():
-                    yield Line(index, number, at, raw, *self._content(raw, known))
+                    yield Line(index, number, at, raw, *self._content(raw))
                     index += 1
 
-    def _content(self, raw: bytes, known: dict[str, str]) -> tuple[bytes, Any]:
+    def _content(self, raw: bytes) -> tuple[bytes, Any]:
         try:
             fields = _fields(raw, str(self.path))
             names = _names(fields)
             name = "\0".join(names)
-            if names and name not in known:
-                known[name] = hashlib.sha256(self._files(names).encode()).hexdigest()
-            text = known[name] if names else ""
+            if names and name not in self._known:
+                self._known[name] = hashlib.sha256(self._files(names).encode()).hexdigest()
+            text = self._known[name] if names else ""
             return f"{text} ".encode() + raw, text or fields.get("context")
         except InputError as error:
             return f"{error} ".encode() + raw, None
@@ -351,6 +394,13 @@ def windows(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
         some.append(line)
     if some:
         yield some
+
+
+def runs_of(lines: Iterable[Line]) -> list[Run]:
+    """The runs of lines."""
+    runs = itertools.groupby(enumerate(lines), lambda at: at[1].index - at[0])
+    found = ([line for _, line in run] for _, run in runs)
+    return [(some[0].index, some[0].number, some[0].place, len(some)) for some in found]
 
 
 def texts_of(lines: Sequence[Line]) -> int:

@@ -11,7 +11,6 @@ import functools
 import itertools
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from jax_longctx.batch.rows import (
     after,
     pack,
     parts_of,
+    runs_of,
     texts_of,
     windows,
 )
@@ -142,8 +142,7 @@ def _sharing(
         leader = _Leader(about, source, Path(), options, None, False, False, model)
         leader.ready, leader.parts, leader.created = item["ready"], item["parts"], item["created"]
         leader.journal = journal = Unwritten(Path())
-        lines = itertools.islice(leader.reader().lines(*item["start"]), item["count"])
-        work = leader.window(list(lines), item["kept"])
+        work = leader.window([*leader.reader().read(item["runs"])], item["kept"])
         for _, entries in work_share(work, compute, journal, number, of):
             yield entries, leader.progress.tokens, leader.warned
             leader.progress = BatchProgress(total=0, before=0)
@@ -174,20 +173,17 @@ class _Leader:
         self.memory, self.out = self.about["memory"], None
         # A file is read several times, and told of once.
         self.note = functools.cache(log.warning)
-        # Lines of the output that are not written yet, and answers to questions of rows that have
-        # others left, by the row's index and the question's number.
-        self.ready: dict[int, dict[str, Any]] = {}
+        # Lines of the output that are not written yet, each with its row's digest, and answers to
+        # questions of rows that have others left, by the row's index and the question's number.
+        self.ready: dict[int, tuple[str, dict[str, Any]]] = {}
         self.parts: dict[int, dict[int, Any]] = {}
         # Rows that are written, and a digest of those with an answer.
         self.written, self.answered = 0, ""
-        # Lines of the input whose rows are not written: those at hand, and those to read.
-        self.waiting: deque[Line] = deque()
-        self.unread: Iterator[Line] = iter(())
 
     def work(self) -> Batches:
         """Yields every batch that is not computed yet and receives its answers."""
-        total, digest = self.reader().scan()
-        given = _given(self.about, self.options, digest)
+        self.input = self.reader().scan()
+        total, given = self.input.rows, _given(self.about, self.options, self.input.digest)
         output, partial, *_ = files = files_of(self.output)
         with only_writer(output):
             begin = functools.partial(self._begin, total, given)
@@ -200,7 +196,7 @@ class _Leader:
             self.memory, self.created = chosen["memory"], chosen.get("created", 0)
             for entry in journal.entries:
                 if "line" in entry:
-                    self.ready[entry["row"]] = entry["line"]
+                    self.ready[entry["row"]] = entry["of"], entry["line"]
                 else:
                     answers = enumerate(entry["answers"], entry["first"])
                     self.parts.setdefault(entry["row"], {}).update(answers)
@@ -212,9 +208,9 @@ class _Leader:
                 if isinstance(self.model, Replicas):
                     self._spread(self.model, kept)
                 else:
-                    for some in windows(self.reader().lines(), self.options.window):
+                    for some in self._windows():
                         yield from self.window(some, kept)
-                if self.reader().scan() != (total, digest):
+                if self.reader().scan().digest != self.input.digest:
                     raise InputError(
                         f"{self.source}, or a file that it names, changed while it was read; put "
                         f"it back and run again, or give --overwrite to begin anew"
@@ -290,15 +286,18 @@ class _Leader:
             how["layout"] = self.model.layout(self.options.chat)
         return RowReader(self.source, under=folder, usual=self.options.usual, **how)
 
+    def _windows(self) -> Iterator[list[Line]]:
+        return windows(self.reader().read(self.input.runs), self.options.window)
+
     def _spread(self, replicas: Replicas, kept: set[int]) -> None:
         """Answers all rows on replicas, each a share of a window at a time."""
         items, batches = [], 1
-        for some in windows(self.reader().lines(), self.options.window):
+        for some in self._windows():
             batches = max(batches, -(-texts_of(some) // self.options.rows))
-            if not all(line.index in self.ready for line in some):
-                here = {line.index for line in some}
-                item = {"start": (some[0].index, some[0].number, some[0].place), "count": len(some)}
-                item |= {"kept": kept & here, "ready": dict.fromkeys(here & self.ready.keys())}
+            here = {line.index for line in some}
+            if not here <= self.ready.keys():
+                item: dict[str, Any] = {"runs": runs_of(some), "kept": kept & here}
+                item["ready"] = dict.fromkeys(here & self.ready.keys())
                 item["parts"] = {row: self.parts[row] for row in here & self.parts.keys()}
                 items.append(item | {"created": self.created})
         # Few windows are read more than once, so that all replicas have work. A row whose questions
@@ -307,22 +306,22 @@ class _Leader:
         of = min(most, -(-SHARES * replicas.count // max(len(items), 1)))
         about = {**self.about, "memory": self.memory}
         make = functools.partial(_sharing, about, self.source, self.options)
-        self.unread = self.reader().lines()
         self._write()
         shared = replicas.spread(make, items, of=of, most=most, left=self._unanswered)
         for entries, tokens, warned in shared:
             self._warn(warned)
             # Errors come with every share of a window.
-            done = {each["row"] for each in entries if each["row"] < self.written} | {*self.ready}
-            new = [each for each in entries if each["row"] not in done]
-            self.ready |= {each["row"]: each["line"] for each in new if "line" in each}
+            new = [each for each in entries if not self._done(each["row"])]
+            self.ready |= {
+                each["row"]: (each["of"], each["line"]) for each in new if "line" in each
+            }
             self.journal.add(new)
             self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
             self._write()
 
     def _unanswered(self) -> Iterator[str]:
         for line in self.reader().lines():
-            if line.index >= self.written and line.index not in self.ready:
+            if not self._done(line.index):
                 yield f"line {line.number}"
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
@@ -332,14 +331,13 @@ class _Leader:
     def window(self, some: Sequence[Line], kept: set[int]) -> Batches:
         """Answers the rows of these lines; those `kept` from before are in no batch."""
         rows: dict[int, Row] = {}
-        if not all(line.index in self.ready for line in some):
+        if not all(self._done(line.index) for line in some):
             reader = self.reader()
             # All of them, so that the batches are the same as without a kill.
             rows = {line.index: reader.row(line) for line in some if line.index not in kept}
         self._warn_beyond(rows.values())
-        failed = [row for row in rows.values() if row.error and row.index not in self.ready]
+        failed = [row for row in rows.values() if row.error and not self._done(row.index)]
         self._keep((row, 0, []) for row in failed)
-        self.waiting.extend(some)
         self._write()
         for batch in self._packed(rows.values()):
             left = [place for part in batch.parts for place in part.places if not self._has(*place)]
@@ -366,9 +364,11 @@ class _Leader:
             self.warned = said
             warnings.warn(said, TrainedLengthWarning, stacklevel=2)
 
+    def _done(self, row: int) -> bool:
+        return row < self.written or row in self.ready
+
     def _has(self, row: int, first: int) -> bool:
-        done = row < self.written or row in self.ready
-        return done or first in self.parts.get(row, {})
+        return self._done(row) or first in self.parts.get(row, {})
 
     def _keep(self, found: Iterable[tuple[Row, int, list[dict[str, Any]]]]) -> None:
         """Adds answers to the journal: a row, the number of the first question, its answers."""
@@ -381,34 +381,34 @@ class _Leader:
             else:
                 del self.parts[row.index]
                 line = _line(row, [known[number] for number in sorted(known)], self.created)
-                self.ready[row.index] = line
+                self.ready[row.index] = row.digest, line
                 entries.append(_entry(row.index, row.digest, line))
         if entries:
             self.journal.add(entries)
 
+    def _finished(self) -> Iterator[dict[str, Any]]:
+        """The next lines of the output, up to the first row that is not answered."""
+        while self.written in self.ready:
+            of, line = self.ready.pop(self.written)
+            if "custom_id" not in line:
+                # A row that was kept may stand in another line now.
+                line = {**line, "line": int(self.input.numbers[self.written])}
+            self.answered = after(self.answered, of, line)
+            self.written += 1
+            yield line
+
     def _write(self) -> None:
-        """Writes the rows of the waiting lines up to the first that is not answered."""
-        found: list[dict[str, Any]] = []
-        # A leader in a replica has no files.
-        while self.out is not None:
-            if not self.waiting:
-                self.waiting.extend(itertools.islice(self.unread, self.options.window))
-            if not self.waiting or self.waiting[0].index not in self.ready:
-                break
-            each = self.waiting.popleft()
-            # A row that was kept may stand in another line now.
-            line = self.ready.pop(each.index)
-            found.append(line if "custom_id" in line else {**line, "line": each.number})
-            self.answered = after(self.answered, each.digest, found[-1])
-        if found:
-            lines.append(self.out, found)
-            self.written += len(found)
+        """Writes what is finished; a leader in a replica has no files."""
         if self.out is None:
             return
+        errors = self.progress.errors
+        for some in itertools.batched(self._finished(), self.options.window):
+            lines.append(self.out, some)
+            errors += sum(map(failed, some))
         self.progress = dataclasses.replace(
             self.progress,
             done=self.written + len(self.ready) - self.progress.before,
-            errors=self.progress.errors + sum(map(failed, found)),
+            errors=errors,
             seconds=time.perf_counter() - self.begun,
         )
         if self.report is not None:

@@ -22,6 +22,11 @@ PARQUET = ".parquet"
 PIECE, AGAIN = 2**20, "retry_limit_seconds=20"
 
 
+def seeks(source: Path | str) -> bool:
+    """Whether a line is found by its place at little cost."""
+    return isinstance(source, Path) and source.suffix != PARQUET
+
+
 def lines_from(source: Path | str, place: int) -> Iterator[tuple[int, bytes]]:
     """Each line with its place in the input, from one on.
 
@@ -33,7 +38,7 @@ def lines_from(source: Path | str, place: int) -> Iterator[tuple[int, bytes]]:
       InputError: Parquet or an address cannot be read.
       OSError: a file of JSON lines cannot be read.
     """
-    if isinstance(source, Path) and source.suffix != PARQUET:
+    if seeks(source):
         with open_plain(source) as file:
             yield from _lines(file, place)
         return

@@ -1,8 +1,9 @@
 import json
 import random
+from itertools import pairwise
 
 from jax_longctx.batch import rows as rows_module
-from jax_longctx.batch.rows import RowPart, RowReader, pack, parts_of, windows
+from jax_longctx.batch.rows import RowPart, RowReader, pack, parts_of, runs_of, texts_of, windows
 from jax_longctx.text import Tokenizer, chat_layout
 from tests.jax_longctx.cli import tiny_model
 
@@ -78,6 +79,30 @@ def test_rows_of_one_text_are_read_together(tmp_path):
     assert places == [*range(2700)] and max(map(len, found)) == 7
     # A method that must know the question reads for each.
     assert len(parts_of(map(reader.row, reader.lines()), True)) == 2700
+
+
+def test_scattered_rows_of_one_text_are_taken_together(tmp_path):
+    texts = [{"context": str(n % 6), "question": str(n)} for n in range(60)]
+    rows = [{"prompt": "a"}, *random.Random(0).sample(texts, 60), {"prompt": "a"}, {"file": "none"}]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(json.dumps(row) + "\n" for row in rows))
+    tiny_model.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    reader = RowReader(path, tokenizer, chat_layout(tokenizer))
+    found, there = reader.scan(), [*reader.lines()]
+    assert found.rows == 63 and found.numbers.tolist() == [*range(1, 127, 2)]
+    taken = [*reader.read(found.runs)]
+    assert sorted(taken, key=lambda line: line.index) == there and texts_of(taken) == 9
+    assert runs_of(taken) == [*map(tuple, found.runs.tolist())]
+    # Each text stands where its first row does, with the others in turn behind it.
+    first = {line.text: line.index for line in reversed(there[1:61])}
+    assert [*dict.fromkeys(line.text for line in taken[1:61])] == sorted(
+        first, key=lambda text: first[text]
+    )
+    assert all(one.index < two.index or one.text != two.text for one, two in pairwise(taken))
+    # Of lines in this order there is one run.
+    path.write_bytes(b"".join(line.raw for line in taken))
+    assert reader.scan().runs.tolist() == [[0, 1, 0, 63]]
 
 
 def test_memory_and_the_limit_bound_the_rows():

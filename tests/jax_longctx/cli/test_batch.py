@@ -2,6 +2,7 @@ import dataclasses
 import datetime
 import json
 import os
+import random
 import zipfile
 from os import replace
 
@@ -622,6 +623,44 @@ def test_parquet_and_addresses_are_read_as_json_lines(batch, run, loads, given, 
     for source in ("what://x/y", out.with_name("none").as_uri()):
         refused(run("batch", source, into, "-c", "m", code=2), "an address that your credentials")
     assert loads == []
+
+
+@pytest.mark.slow
+def test_scattered_rows_of_one_text_read_it_once(batch, killed, run, tiny, out, monkeypatch):
+    """60 rows of 6 texts are 6 readings in any order of the input, also over a kill."""
+    read, prefill = [], tiny.engine.prefill
+    monkeypatch.setattr(
+        tiny.engine, "prefill", lambda *a, **k: read.extend(a[0]) or prefill(*a, **k)
+    )
+    rows = [
+        {"id": n, "context": f"Text {n % 6}. {BOOK}", "question": f"Is it {n}?"} for n in range(60)
+    ]
+    rows = [{"prompt": "12"}, *random.Random(0).sample(rows, 60)]
+    options = ("--max-tokens", 2, "--rows", 1)
+    batch(*options, rows=rows)
+    assert len(read) == 7 and [line.get("id") for line in lines_of(out)] == [
+        r.get("id") for r in rows
+    ]
+    scattered = out.read_bytes()
+    found = {line["id"]: line["answer"] for line in lines_of(out)[1:]}
+    # All rows of the first text wait for the others, and none is answered again.
+    killed(5, *options, "--overwrite", into=out.with_name("killed"), code=1)
+    read.clear()
+    said = batch(*options, into=out.with_name("killed")).stderr
+    assert (
+        "going on: " in said and len(read) < 7 and out.with_name("killed").read_bytes() == scattered
+    )
+    read.clear()
+    # Parquet is read as it stands; with other rows beside them all answers are the same.
+    columns = dict.fromkeys(["id", "prompt", "context", "question"])
+    table = pyarrow.Table.from_pylist([columns | row for row in rows])
+    pyarrow.parquet.write_table(table, out.with_name("in.parquet"))
+    run("batch", out.with_name("in.parquet"), out.with_name("other"), "-c", "m", *options)
+    assert len(read) > 12 and out.with_name("other").read_bytes() == scattered
+    batch(
+        *options, "--overwrite", rows=sorted(rows[1:], key=lambda row: (row["context"], row["id"]))
+    )
+    assert {line["id"]: line["answer"] for line in lines_of(out)} == found
 
 
 def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given, out):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ ROWS = [
     for text in range(8)
     for i in range(10)
 ]
+random.Random(0).shuffle(ROWS)
 BATCH = ("--max-tokens", 6, "--rows", 2, "--temperature", 1.0)
 FAST = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
 FAST["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -121,9 +123,9 @@ def test_a_killed_process_loses_nothing(command, whole, words, code):
     assert output(command, name) == whole
 
 
-# Row 9 ends the process that first answers it, row 5 each one.
-DEADLY = """
-import os, signal, sys
+# What replicas do in place of answering a batch of rows, beside it.
+WITHIN = """
+import sys
 from pathlib import Path
 
 import jax_longctx
@@ -131,7 +133,7 @@ from jax_longctx.batch import BatchOptions, run, run_batch
 from jax_longctx.errors import LongctxError
 from jax_longctx.replicas import Replicas
 
-MODEL, made = sys.argv[1], run.computing
+(MODEL, TOLD), made = sys.argv[1:], run.computing
 
 def opened():
     def computing(*given):
@@ -139,10 +141,7 @@ def opened():
 
         def answer(batch):
             rows = {row for part in batch["parts"] for row, _ in part["places"]}
-            once = Path("once")
-            if 5 in rows or (9 in rows and not once.exists()):
-                once.write_text("") if 9 in rows else None
-                os.kill(os.getpid(), signal.SIGKILL)
+            exec(TOLD)
             return compute(batch)
 
         return answer
@@ -158,15 +157,51 @@ except LongctxError as error:
     print(error)
 """
 
+# Row 9 ends the process that first answers it, row 5 each one.
+DEADLY = """
+import os, signal
+from pathlib import Path
 
-def test_a_row_that_ends_its_replicas_is_named_when_all_else_is_done(command):
-    rows = ({**row, "context": f"{row['id']}. {BOOK}"} for row in ROWS[:12])
-    (command.folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code = [sys.executable, "-c", DEADLY, command.model]
-    told = {"env": command.told, "cwd": command.folder, "timeout": patience(300)}
-    done = subprocess.run(code, capture_output=True, text=True, check=True, **told)
-    said = done.stdout
-    assert not done.stderr and "line 6: the replica ended each of the 4 times" in said, said
+once = Path("once")
+if 5 in rows or (9 in rows and not once.exists()):
+    once.write_text("") if 9 in rows else None
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+COUNTING = """
+with open("read", "a") as file:
+    file.write("1" * len(batch["parts"]) + chr(10))
+"""
+
+
+@pytest.fixture
+def answered(command):
+    """What a run of replicas over rows says, which do something beside answering."""
+
+    def run(rows, does):
+        (command.folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (command.folder / "few.out").unlink(missing_ok=True)
+        code = [sys.executable, "-c", WITHIN, command.model, does]
+        told = {"env": command.told, "cwd": command.folder, "timeout": patience(300)}
+        done = subprocess.run(code, capture_output=True, text=True, **told)
+        assert not done.stderr and done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_replicas_read_a_text_of_scattered_rows_once(command, answered):
+    rows = [row for row in ROWS if row["id"] < "6"]
+    assert answered(rows, COUNTING) == ""
+    assert (command.folder / "read").read_text().count("1") == 6
+    found = map(json.loads, (command.folder / "few.out").read_text().splitlines())
+    assert [line["id"] for line in found] == [row["id"] for row in rows]
+
+
+def test_a_row_that_ends_its_replicas_is_named_when_all_else_is_done(command, answered):
+    some = sorted(ROWS, key=lambda row: row["id"])[:12]
+    rows = [{**row, "context": f"{row['id']}. {BOOK}"} for row in some]
+    said = answered(rows, DEADLY)
+    assert "line 6: the replica ended each of the 4 times" in said, said
     journal = (command.folder / "few.out.journal").read_text()
     kept = {json.loads(line).get("row") for line in journal.splitlines()}
     missing = {*range(12)} - kept
