@@ -140,13 +140,11 @@ class Scan:
     """What a first pass over the input finds, of 24 bytes a row and 32 a run.
 
     Attributes:
-      rows: how many.
       digest: of the input and of the files that its rows name.
       numbers: of the rows' lines, int64.
       runs: int64, [runs, 4]: `Run`s of all rows, those about one text one after the other.
     """
 
-    rows: int
     digest: str
     numbers: np.ndarray
     runs: np.ndarray
@@ -200,9 +198,9 @@ class RowReader:
             _, first, which = np.unique(texts, return_index=True, return_inverse=True)
             order = np.argsort(first[which], kind="stable")
         begins = np.flatnonzero(np.diff(order, prepend=-2) != 1)
-        at, counts = order[begins], np.diff(begins, append=len(order))
-        runs = np.stack([at, numbers[at], places[at], counts], 1)
-        return Scan(len(order), digest.hexdigest()[:16], numbers, runs)
+        at = order[begins]
+        runs = np.stack([at, numbers[at], places[at], np.diff(begins, append=len(order))], 1)
+        return Scan(digest.hexdigest()[:16], numbers, runs)
 
     def read(self, runs: Iterable[Run] | np.ndarray) -> Iterator[Line]:
         """The lines of runs."""

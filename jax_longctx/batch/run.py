@@ -21,7 +21,6 @@ from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
 from jax_longctx.batch.requests import failed, response
 from jax_longctx.batch.rows import (
     WHOLE,
-    Batch,
     Line,
     Row,
     RowPart,
@@ -183,7 +182,7 @@ class _Leader:
     def work(self) -> Batches:
         """Yields every batch that is not computed yet and receives its answers."""
         self.input = self.reader().scan()
-        total, given = self.input.rows, _given(self.about, self.options, self.input.digest)
+        total, given = len(self.input.numbers), _given(self.about, self.options, self.input.digest)
         output, partial, *_ = files = files_of(self.output)
         with only_writer(output):
             begin = functools.partial(self._begin, total, given)
@@ -320,13 +319,9 @@ class _Leader:
             self._write()
 
     def _unanswered(self) -> Iterator[str]:
-        for line in self.reader().lines():
-            if not self._done(line.index):
-                yield f"line {line.number}"
-
-    def _packed(self, rows: Iterable[Row]) -> list[Batch]:
-        options, parts = self.options, parts_of(rows, self.about["split"])
-        return pack(parts, options.rows, options.max_tokens, self._fits)
+        for row, number in enumerate(self.input.numbers):
+            if not self._done(row):
+                yield f"line {number}"
 
     def window(self, some: Sequence[Line], kept: set[int]) -> Batches:
         """Answers the rows of these lines; those `kept` from before are in no batch."""
@@ -339,7 +334,8 @@ class _Leader:
         failed = [row for row in rows.values() if row.error and not self._done(row.index)]
         self._keep((row, 0, []) for row in failed)
         self._write()
-        for batch in self._packed(rows.values()):
+        parts, options = parts_of(rows.values(), self.about["split"]), self.options
+        for batch in pack(parts, options.rows, options.max_tokens, self._fits):
             left = [place for part in batch.parts for place in part.places if not self._has(*place)]
             if not left or (answers := (yield dataclasses.asdict(batch))) is None:
                 continue

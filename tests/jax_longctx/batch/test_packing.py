@@ -90,7 +90,7 @@ def test_scattered_rows_of_one_text_are_taken_together(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     reader = RowReader(path, tokenizer, chat_layout(tokenizer))
     found, there = reader.scan(), [*reader.lines()]
-    assert found.rows == 63 and found.numbers.tolist() == [*range(1, 127, 2)]
+    assert found.numbers.tolist() == [*range(1, 127, 2)]
     taken = [*reader.read(found.runs)]
     assert sorted(taken, key=lambda line: line.index) == there and texts_of(taken) == 9
     assert runs_of(taken) == [*map(tuple, found.runs.tolist())]
