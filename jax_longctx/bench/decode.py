@@ -117,9 +117,9 @@ class Timed:
         try:
             measured = shape.times(method, measure)
             found = footprint(shape.setup(method), **sizes)
-        except (ConfigError, *TOO_MUCH) as error:
+            row = _of_steps(measured, shape.config.num_layers)
+        except (ConfigError, InputError, *TOO_MUCH) as error:
             return {"failed": str(error).splitlines()[0]}
-        row = _of_steps(measured, shape.config.num_layers)
         work = decode_work(shape.setup(method), batch=batch, context=length, read=found.read)
         limit = work.read / self.bandwidth
         row |= {"bytes": work.read, "limit_seconds": limit, "share": limit / row["seconds"]}

@@ -135,9 +135,10 @@ def _row(
 
     try:
         measured = shape.times(method, measure)
+        first = {n: statistics.median(times) for n, times in measured.items()}
+        of_all = scaled("first_token", first, whole)
     except (ConfigError, InputError, *TOO_MUCH) as error:
         return {"failed": str(error).splitlines()[0]}
-    first = {n: statistics.median(times) for n, times in measured.items()}
     work = prefill_work(
         shape.setup(method),
         batch=shape.mesh.shape["data"],
@@ -154,7 +155,7 @@ def _row(
         "received": work.received,
         "model_seconds": by_flops,
     }
-    row |= scaled("first_token", first, whole)
+    row |= of_all
     row["of_model"] = row["first_token"] / by_flops
     if watch.most is not None:
         sizes = dict(batch=shape.mesh.shape["data"], context=context, reserve=question + 1)

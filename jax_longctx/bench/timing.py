@@ -235,10 +235,19 @@ class Shape:
 
 
 def scaled(name: str, seconds: dict[int, float], layers: int) -> dict[str, float]:
-    """Seconds of all `layers`, from the seconds of all, or of some and of one."""
+    """Seconds of all `layers`, from the seconds of all, or of some and of one.
+
+    Raises:
+      InputError: one took longer than some, so much that all would take no time.
+    """
     most = max(seconds)
     if most == layers:
         return {name: seconds[most]}
     each = (seconds[most] - seconds[1]) / (most - 1)
     whole = seconds[most] + (layers - most) * each
+    if whole <= 0:
+        raise InputError(
+            f"{most} layers took less time than one, so what {layers} take cannot be told; time "
+            "more layers, or again while this machine is idle"
+        )
     return {name: whole, f"{name}_layer": each, f"{name}_fixed": seconds[1] - each}
