@@ -10,6 +10,7 @@ with the loop over layers that GPUs and TPUs have.
 import gc
 import hashlib
 import os
+import signal
 import time
 import typing
 from collections import Counter
@@ -34,6 +35,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 # Imports make objects that stay: looking among them for garbage is time lost (see
 # `pytest_collection_finish`).
 gc.disable()
+# Of a shell's background job Ctrl-C is ignored, and so of the processes that tests would start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import beartype
 import jax

@@ -124,14 +124,9 @@ class Campaign:
         return work
 
     def start(self, command, work):
-        # Of a shell's background job Ctrl-C is ignored, and so of its children.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = [sys.executable, "-m", "jax_longctx", *map(str, command)]
-        try:
-            return subprocess.Popen(command, cwd=work, env=self.environment, text=True, **pipes)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        return subprocess.Popen(command, cwd=work, env=self.environment, text=True, **pipes)
 
     def finish(self, command, work):
         process = self.start(command, work)
