@@ -100,7 +100,9 @@ def block_masses(
     return run(q, keys, jnp.clip(lengths, 0, keys.shape[2]), scale=scale, stride=stride)
 
 
-def _of_numbers(module: Any, q: Queries, k: Any, v: Any, *rest: Any, **how: Any) -> Attended:
+def _of_numbers(
+    module: Any, q: Queries, k: AnyCache, v: AnyCache, *rest: Any, **how: Any
+) -> Attended:
     """The kernels take only floats: of a layer's cache in 8 bits they are made once."""
     k, v = (dequantised(part_of(x)) if coded(x) else x for x in (k, v))
     return module.sparse_prefill_attention(q, k, v, *rest, **how)

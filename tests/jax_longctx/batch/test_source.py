@@ -44,8 +44,10 @@ def store(monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        yield handler.asked
-        server.shutdown()
+        try:
+            yield handler.asked
+        finally:
+            server.shutdown()
 
 
 def test_lines_of_a_store_come_in_large_pieces(monkeypatch):

@@ -627,7 +627,7 @@ def test_parquet_and_addresses_are_read_as_json_lines(batch, run, loads, given, 
 
 @pytest.mark.slow
 def test_scattered_rows_of_one_text_read_it_once(batch, killed, run, tiny, out, monkeypatch):
-    """60 rows of 6 texts are 6 readings in any order of the input, also over a kill."""
+    """60 rows of 6 texts, and one of another, are 7 readings, also over a kill."""
     read, prefill = [], tiny.engine.prefill
     monkeypatch.setattr(
         tiny.engine, "prefill", lambda *a, **k: read.extend(a[0]) or prefill(*a, **k)
