@@ -93,7 +93,6 @@ def _write_shards(
         (tensor, np.dtype(jnp.dtype(manifest.tensors[tensor.parts[0].path].dtype)))
         for tensor in expected_tensors(manifest.config, "hf").values()
     ]
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     shards, total, done = in_groups(stored, _nbytes, limit), sum(map(_nbytes, stored)), 0
     placed: dict[str, str] = {}
     params = storage.params_folder(checkpoint, manifest)
@@ -104,8 +103,9 @@ def _write_shards(
         with (folder / name).open("wb") as file:
             _write_header(file, tensors)
             for batch in in_groups(tensors, _nbytes, GROUP):
+                # Arrays of numpy: JAX frees its own at its next call, when the next group is being read.
                 wanted = {
-                    part.path: jax.ShapeDtypeStruct(part.info.shape, dtype, sharding=host)
+                    part.path: jax.ShapeDtypeStruct(part.info.shape, dtype)
                     for tensor, dtype in batch
                     for part in tensor.parts
                 }
@@ -123,12 +123,10 @@ def _write_shards(
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _write_tensor(file: BinaryIO, tensor: FileTensor, arrays: dict[str, jax.Array]) -> None:
+def _write_tensor(file: BinaryIO, tensor: FileTensor, arrays: dict[str, np.ndarray]) -> None:
     """Takes its parts out of `arrays`; arrays of experts stay, for other tensors."""
     values = tensor.to_file(
-        np.asarray(arrays.pop(part.path))
-        if part.expert is None
-        else np.asarray(arrays[part.path])[part.expert]
+        arrays.pop(part.path) if part.expert is None else arrays[part.path][part.expert]
         for part in tensor.parts
     )
     file.write(np.ascontiguousarray(values).view(np.uint8).data)

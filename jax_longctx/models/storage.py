@@ -191,13 +191,14 @@ def _unread(folder: Path, error: Exception, remedy: str) -> CheckpointError:
 
 def load_arrays(
     folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], remedy: str
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Some or all of the arrays that `save_arrays` wrote below a folder, onto their shards.
 
     Each process reads what its shards need.
 
     Args:
-      wanted: by dot-joined path, with shardings and the dtypes to cast to.
+      wanted: by dot-joined path, with shardings and the dtypes to cast to. An array without a
+        sharding is numpy's.
       remedy: what to do about damage, for the error.
 
     Raises:
@@ -209,8 +210,8 @@ def load_arrays(
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 100_000_000}})
     index = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
     spec = {"driver": "zarr3", "fill_missing_data_reads": False}
-    loaded: dict[str, jax.Array] = {}
-    reads: collections.deque[tuple[str, int, Callable[[], jax.Array]]] = collections.deque()
+    loaded: dict[str, Any] = {}
+    reads: collections.deque[tuple[str, int, Callable[[], Any]]] = collections.deque()
     try:
         opened = {
             path: ts.open({**spec, "kvstore": {**index, "path": f"{path}/"}}, context=context)
@@ -245,9 +246,11 @@ def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> str | N
     return None
 
 
-def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable[[], jax.Array]]:
+def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable[[], Any]]:
     """Starts to read this process's shards; returns their bytes, and a function for the array."""
     source, sharding = ts.cast(store, wanted.dtype), wanted.sharding
+    if sharding is None:
+        return wanted.size * wanted.dtype.itemsize, source.read().result
     placed = sharding.addressable_devices_indices_map(wanted.shape)  # pyright: ignore
     # A shard of several devices is read once.
     indices = {str(index): index for index in placed.values()}
