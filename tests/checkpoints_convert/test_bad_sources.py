@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints_convert import convert, export
 from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+from tests.patience import patience
 
 ONE, TWO = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -248,7 +249,7 @@ def test_what_is_no_checkpoint_or_of_sizes_that_no_tensors_have(tmp_path, source
     begin = time.process_time()
     with_json(CONFIG, architectures=["LlamaForCausalLM"], num_hidden_layers=10_000)(source)
     refused("10000 layers, but the files hold 21 tensors")
-    assert time.process_time() - begin < 10  # the first import of transformers is in it
+    assert time.process_time() - begin < patience(10)  # the first import of transformers is in it
 
 
 def test_destinations_that_cannot_be_written(tmp_path, source, refused, monkeypatch):

@@ -24,6 +24,7 @@ from tests.checkpoints_convert.tiny import (
     params_from_hf,
     random_state,
 )
+from tests.patience import patience
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -384,7 +385,7 @@ def refused(tmp_path):
         begin = time.process_time()
         with pytest.raises(kind) as caught:
             convert(path, tmp_path / "ours") if converting else open_source(path)
-        assert time.process_time() - begin < 5
+        assert time.process_time() - begin < patience(5)
         assert "\n" not in str(caught.value)
         for word in (path, *words):
             assert str(word) in str(caught.value)

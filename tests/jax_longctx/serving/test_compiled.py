@@ -95,15 +95,15 @@ def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
         body = {"model": "tiny", "prompt": "One", "max_tokens": 2}
         try:
             assert came.wait(patience(60))
-            assert httpx.get(f"{url}/health").status_code == 200
-            found = httpx.get(f"{url}/ready")
+            assert httpx.get(f"{url}/health", timeout=patience(60)).status_code == 200
+            found = httpx.get(f"{url}/ready", timeout=patience(60))
             assert (found.status_code, found.json()["status"]) == (503, "compiling")
-            refused = httpx.post(f"{url}/v1/completions", json=body)
+            refused = httpx.post(f"{url}/v1/completions", json=body, timeout=patience(60))
             assert refused.status_code == 503 and "Retry-After" in refused.headers
             assert not ready.is_set()
             held.set()
             assert ready.wait(patience(60))
-            assert httpx.get(f"{url}/ready").status_code == 200
+            assert httpx.get(f"{url}/ready", timeout=patience(60)).status_code == 200
             answered = httpx.post(f"{url}/v1/completions", json=body, timeout=patience(60))
             assert answered.status_code == 200
         finally:

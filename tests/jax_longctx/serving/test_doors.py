@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from jax_longctx.cli.main import app
 from jax_longctx.serving.doors import Access, Doors
 from tests.jax_longctx.serving.tiny import BOOK
+from tests.patience import patience
 
 PAGE = "https://page.example"
 
@@ -26,7 +27,9 @@ PAGE = "https://page.example"
 def asked(url, **headers):
     body = {"text": BOOK}
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.post(f"{url}/v1/contexts", json=body, headers=headers, timeout=60).status_code
+    return httpx.post(
+        f"{url}/v1/contexts", json=body, headers=headers, timeout=patience(60)
+    ).status_code
 
 
 def test_hosts_and_pages_that_may_ask(server, serve, tiny):
@@ -66,11 +69,12 @@ def test_hosts_and_pages_that_may_ask(server, serve, tiny):
     preflight["access-control-request-headers"] = "authorization"
     # A page on the internet asks a server of a private network.
     preflight["access-control-request-private-network"] = "true"
-    answer = httpx.options(f"{named.url}/v1/contexts/x", headers=preflight)
+    how = {"headers": preflight, "timeout": patience(60)}
+    answer = httpx.options(f"{named.url}/v1/contexts/x", **how)
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
     assert answer.headers["access-control-allow-private-network"] == "true"
-    assert httpx.options(f"{server.url}/v1/contexts/x", headers=preflight).status_code == 403
-    page = httpx.get(f"{named.url}/metrics").text
+    assert httpx.options(f"{server.url}/v1/contexts/x", **how).status_code == 403
+    page = httpx.get(f"{named.url}/metrics", timeout=patience(60)).text
     assert 'longctx_requests_total{route="other",status="403"} 2.0' in page
 
 
@@ -165,7 +169,7 @@ def page(folder, url):
 def opened(folder, address):
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
     command = ["chromium", *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", address]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=patience(120)).stdout
     return json.loads(re.search(r"tried (\{.*?\}) end", shown)[1].replace("&quot;", '"'))
 
 
@@ -177,11 +181,11 @@ def test_a_page_of_another_origin_cannot_read_or_post_in_chromium(serve, tiny, t
         found = opened(tmp_path, address)
     # The answer to a request without asking first is hidden from the page.
     assert found == {"read": "blocked", "plain": 0, "json": "blocked"}
-    assert httpx.get(f"{closed.url}/v1/contexts").json()["data"] == []
+    assert httpx.get(f"{closed.url}/v1/contexts", timeout=patience(60)).json()["data"] == []
     with page(tmp_path, "http://127.0.0.1:1") as address:
         # The page's port is known before the server that lets it in.
         allowing = serve(tiny, access=Access(origins=[address]), contexts=tmp_path / "other")
         (tmp_path / "index.html").write_text(SCRIPT.replace("URL", allowing.url))
         found = opened(tmp_path, address)
     assert found["read"] == 200 and found["json"] == 201
-    assert len(httpx.get(f"{allowing.url}/v1/contexts").json()["data"]) == 1
+    assert len(httpx.get(f"{allowing.url}/v1/contexts", timeout=patience(60)).json()["data"]) == 1

@@ -31,7 +31,7 @@ browsed = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 
 
 def test_the_description_is_valid_and_has_every_route(server):
-    found = httpx.get(f"{server.url}/openapi.json").json()
+    found = httpx.get(f"{server.url}/openapi.json", timeout=patience(60)).json()
     openapi_spec_validator.validate(found)
     routes = [each for each in server.served.app.routes if isinstance(each, Route)]
     ways = {
@@ -287,10 +287,10 @@ def test_page_asks_two_methods_side_by_side_with_keys(serve, tiny, visit, tmp_pa
     for method in ("full", "snapkv"):
         column = page.get_by_role("region", name=f"Answer under {method}")
         expect(column.locator(".figures")).to_contain_text("8 tokens")
-    key = {"authorization": "Bearer key"}
+    how = {"headers": {"authorization": "Bearer key"}, "timeout": patience(60)}
     for url in (running.url, other.url):
-        (listed,) = httpx.get(f"{url}/v1/contexts", headers=key).json()["data"]
-        text = httpx.get(f"{url}/v1/contexts/{listed['id']}/text", headers=key)
+        (listed,) = httpx.get(f"{url}/v1/contexts", **how).json()["data"]
+        text = httpx.get(f"{url}/v1/contexts/{listed['id']}/text", **how)
         assert text.json()["text"] == BOOK.replace(" ", "\n")
     assert page.evaluate("() => localStorage.length") == 0
 
