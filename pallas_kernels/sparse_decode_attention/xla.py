@@ -24,6 +24,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.common import MASKED, AnyCache, Scale, capped, factor_of
+from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane, each_array, part_of
 from pallas_kernels.plane import rows_of as plane_rows
 from pallas_kernels.quantised import Quantised, dequantised
@@ -65,12 +66,18 @@ def sparse_decode_attention(
     """
     b, _, n, h = q.shape
     kv_heads = k.shape[1]
-    if not isinstance(k, Quantised):
-        k, v = part_of(k), part_of(v)
     # A list serves the query heads that follow each other; it reads kv head x K / X.
     lists = pages.listed.shape[1] if pages.heads is None else kv_heads
     group = n // lists
-    slot_bytes = pages.size * 2 * jnp.dtype(k.dtype).itemsize
+    listed, slot_bytes = pages.listed.shape[-1], pages.size * 2 * jnp.dtype(k.dtype).itemsize
+    entry_bytes = lists * slot_bytes
+    if pages.heads is not None:
+        entry_bytes = slot_bytes + 4 * group * (1 if prior is None else 2)
+    block = block or _block(listed, b * h * entry_bytes)
+    # XLA for GPUs copies a layer's part before a loop. All layers' cache it may copy without one.
+    in_place = block < listed if platform() == "gpu" else isinstance(k, Quantised)
+    if not in_place:
+        k, v = part_of(k), part_of(v)
     q_BXMH = rows_of(q, prior, lists)
     heads_1X1 = (np.arange(lists, dtype=np.int32) * kv_heads // lists)[None, :, None]
 
@@ -91,10 +98,7 @@ def sparse_decode_attention(
         return _sum_by_head(entries, heads_BE1, named_BEK)
 
     if pages.heads is None:
-        block = block or _block(pages.listed.shape[2], b * lists * slot_bytes * h)
         return _finish(_over_blocks(part_of_lists, (pages.listed,), block), q)
-    partial_bytes = 4 * group * (1 if prior is None else 2)
-    block = block or _block(pages.listed.shape[1], b * h * (slot_bytes + partial_bytes))
     return _finish(_over_blocks(part_of_entries, (pages.heads, pages.listed), block), q)
 
 
