@@ -7,9 +7,10 @@ ranked, the scores of the chosen tiles are gathered, and they are ranked togethe
 far. Every ranking handles ties (`merge.tied_top_k`) and puts the lowest index first: chosen tiles
 are laid out in ascending order, after the best so far, whose slots are lower.
 
-A few queries against a cache whose scores fit `_ONE_PASS_BYTES` take one block of all slots, read
-in place. Otherwise the largest temporaries are a block of scores and a copied block of keys, and
-the loop visits only the blocks between the first start and the last stop.
+A few queries against a cache whose scores fit `_ONE_PASS_BYTES`, or are small beside the keys on a
+GPU, take one block of all slots, read in place. Otherwise the largest temporaries are a block of
+scores and a copied block of keys, and the loop visits only the blocks between the first start and
+the last stop.
 
 Roofline: 2 T S N H operations for many queries, the bytes of k for few.
 """
@@ -25,8 +26,10 @@ from pallas_kernels.dispatch import platform, read_as_written
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.topk_scores.merge import tied_top_k
 
-# Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.
+# Bytes of float32 scores that are made at once: of all slots for few queries, and of a block. On a
+# GPU a block's turn is some 15 launches, so all slots' may take this share of the keys' bytes, too.
 _ONE_PASS_BYTES = 64 * 2**20
+_ONE_PASS_SHARE = 1 / 4
 _SCORE_BYTES = 16 * 2**20
 # On a CPU a smaller block stays in its caches: of 64 queries and 2,048 keys, with 9 heads, it takes
 # 0.8 times the processor time.
@@ -92,7 +95,10 @@ def _blocks(q: Array, k: Stored) -> tuple[int, int]:
     slots = k.shape[2]
     # Keys in 8 bits become floats as blocks.
     in_place = not isinstance(k, Quantised) or 4 * k.size <= _KEY_BYTES
-    if in_place and 4 * b * queries * n * slots <= _ONE_PASS_BYTES:
+    key_bytes, one_pass = k.size * jnp.dtype(k.dtype).itemsize, _ONE_PASS_BYTES
+    if platform() == "gpu":
+        one_pass = max(one_pass, _ONE_PASS_SHARE * key_bytes)
+    if in_place and 4 * b * queries * n * slots <= one_pass:
         return queries, slots
     cpu = platform() == "cpu"
     most, fewest = (_CPU_SCORE_BYTES, _CPU_KEY_BLOCK) if cpu else (_SCORE_BYTES, _KEY_BLOCK)
@@ -100,8 +106,7 @@ def _blocks(q: Array, k: Stored) -> tuple[int, int]:
     query_block = min(queries, 2 ** (fits.bit_length() - 1))
     # Those in 8 bits are in memory as bits and as floats.
     most_bytes = _KEY_BYTES // 4 if isinstance(k, Quantised) else _KEY_BYTES
-    slot_bytes = k.size * jnp.dtype(k.dtype).itemsize // slots
-    keys = min(most // (4 * b * n * query_block), most_bytes // slot_bytes)
+    keys = min(most // (4 * b * n * query_block), most_bytes // (key_bytes // slots))
     return query_block, min(slots, max(fewest, 2 ** (max(keys, 1).bit_length() - 1)))
 
 
