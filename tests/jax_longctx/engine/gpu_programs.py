@@ -1,10 +1,10 @@
 """Compiles methods' programs for GPUs that need not be there, and prints what they hold.
 
 `python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
-`weights`, `offload`, `rows`, `turn`, `model`, `context`, `mesh` ("seq" x "tensor"), `gpu` (h200 or
-a100) and `only`, in a process that finds JAX's CUDA plugin: JAX looks for plugins once, when it
-begins. One line of JSON is printed for each program, or for those of the kind that `only` names;
-with `rows` for the step of rows that share a context.
+`weights`, `offload`, `batch`, `rows`, `turn`, `model`, `context`, `mesh` ("seq" x "tensor"), `gpu`
+(h200 or a100) and `only`, in a process that finds JAX's CUDA plugin: JAX looks for plugins once,
+when it begins. One line of JSON is printed for each program, or for those of the kind that `only`
+names; of `batch` rows, or with `rows` for the step of rows that share a context.
 """
 
 import json
@@ -286,7 +286,7 @@ def main(methods):
     for said in methods:
         name, *forms = said.split(":")
         options = dict(form.split("=") for form in forms)
-        rows = int(options.pop("rows", 1))
+        rows, batch = int(options.pop("rows", 1)), int(options.pop("batch", 1))
         only, model = options.pop("only", None), options.pop("model", "llama-3.1-8b")
         context = int(options.pop("context", CONTEXT))
         seq, tensor = map(int, options.pop("mesh", "1x1").split("x"))
@@ -304,7 +304,7 @@ def main(methods):
             reserve=RESERVE,
         )
         setup = request.setup(mesh)
-        caches = staged_caches(setup, 1, context, RESERVE)
+        caches = staged_caches(setup, batch, context, RESERVE)
         sizes = {}
         for what, tree in (("weights", abstract_params(setup)["layers"]), ("cache", caches)):
             for leaf in jax.tree.leaves(tree):
@@ -314,7 +314,8 @@ def main(methods):
                         leaf.size // count: f"a layer's {what}",
                     }
         used_of: Any = used_programs if rows == 1 else shared_decode
-        for used in [*used_of(request, setup, rows), *growing(request, setup)]:
+        number = batch if rows == 1 else rows
+        for used in [*used_of(request, setup, number), *growing(request, setup)]:
             if used.kind not in (kinds(said) if only is None else (only,)):
                 continue
             compiled = lower(used.function, used.args).compile()
