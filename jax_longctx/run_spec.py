@@ -66,8 +66,9 @@ class RunSpec:
         and a working set (see `caches.offloaded`). None for the devices' memory.
       working_set: tokens of a row that the working set of each layer holds; None for
         `settings.SHARES` times what a step chooses.
-      reading: how a text's earlier keys are read: "dense" for all of them, or "xattention" for
-        blocks that are chosen, with settings as "xattention:mass=0.98". None for "dense".
+      reading: how a text's earlier keys are read: "dense" for all of them; "xattention", "flex" or
+        "vertical-slash" for blocks that it chooses, with settings as "xattention:mass=0.98". None
+        for "dense".
 
     Raises:
       ConfigError: an unknown name, or a working set of contexts that are not offloaded.

@@ -129,14 +129,19 @@ class Reading:
     """A text is read by attention to some blocks of earlier keys (`caches.sparse_reading`).
 
     Attributes:
+      way: what estimates the attention, a name of `READINGS`.
       mass: share of the estimated attention that is kept.
-      stride: tokens of which one score is estimated; a divisor of 128.
       density: share of the earlier blocks that is read, in place of `mass`.
+      stride: tokens of which xattention estimates one score; a divisor of 128.
+      tau: how far flex's two estimates of the last queries' attention may lie apart in a head, as
+        the root of their Jensen-Shannon divergence in bits.
     """
 
+    way: str = "xattention"
     mass: float = 0.95
-    stride: int = 16
     density: float | None = None
+    stride: int = 16
+    tau: float = 0.1
 
     def __post_init__(self) -> None:
         for name in ("mass", "density"):
@@ -145,10 +150,17 @@ class Reading:
                 raise ConfigError(f"reading: {name} must be above 0 and at most 1, got {value}")
         if self.stride < 1 or 128 % self.stride:
             raise ConfigError(f"reading: stride must be a divisor of 128, got {self.stride}")
+        if not 0 <= self.tau <= 1:
+            raise ConfigError(f"reading: tau must be from 0 to 1, got {self.tau}")
 
 
-# The ways to read a text by their names; "dense" is attention to all earlier keys.
-READINGS = {"dense": None, "xattention": Reading}
+# The ways to read a text and their settings; "dense" is attention to all earlier keys.
+READINGS = {
+    "dense": [],
+    "xattention": ["mass", "stride", "density"],
+    "flex": ["mass", "density", "tau"],
+    "vertical-slash": ["mass", "density"],
+}
 
 
 def parse_reading(text: str | None) -> Reading | None:
@@ -158,10 +170,9 @@ def parse_reading(text: str | None) -> Reading | None:
       ConfigError: an unknown name or setting.
     """
     name, settings = parse_named(text or "dense")
-    kind = look_up(READINGS, name, "reading")
-    names = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
-    values = parse_settings(kind or Reading, dict(settings), noun="reading", name=name, names=names)
-    return kind and kind(**values)
+    names = look_up(READINGS, name, "reading")
+    values = parse_settings(Reading, dict(settings), noun="reading", name=name, names=names)
+    return None if name == "dense" else Reading(way=name, **values)
 
 
 # Times what a step chooses that a working set holds unless its size is given: methods choose much

@@ -102,11 +102,12 @@ def read_blocks(
     text: Path | None = TEXT,
     texts: int = option("Texts, at even distances.", default=1, min=1),
     length: int = option("Tokens of a text.", default=32768, min=1),
-    masses: list[float] | None = option(
-        "Mass of [bold]--reading xattention[/bold]; repeat. 0.8, 0.9, 0.95 and 0.98 unless given.",
-        "--mass",
+    readings: list[str] | None = option(
+        "As of [bold]--reading[/bold]; repeat. xattention with a mass of 0.8, 0.9, 0.95 and 0.98 "
+        "unless given.",
+        "--reading",
+        metavar="NAME",
     ),
-    stride: int = option("Its stride.", default=16),
 ) -> None:
     """How many blocks sparse reading reads of a text, by layer and head, and the mass it keeps.
 
@@ -115,10 +116,14 @@ def read_blocks(
         python -m research eval read-blocks -c qwen --length 32768 --chunk 4096 --out blocks.json
     """
     terminal = output.terminal()
-    from jax_longctx.settings import Reading
+    from jax_longctx.settings import parse_reading
 
-    wanted = masses or [0.8, 0.9, 0.95, 0.98]
-    ways = [Reading(mass=mass, stride=stride) for mass in wanted]
+    wanted = readings or [f"xattention:mass={mass}" for mass in (0.8, 0.9, 0.95, 0.98)]
+    ways = [way for way in map(parse_reading, wanted) if way is not None]
+    if len(ways) < len(wanted):
+        raise InputError(
+            "--reading dense reads all blocks: there is nothing to count; leave it away"
+        )
     if length <= model.run.chunk:
         raise InputError(f"--length must be above --chunk, {model.run.chunk}; got {length}")
     loaded = model.open(terminal)
@@ -131,17 +136,17 @@ def read_blocks(
         rows = _cut(loaded, text, texts, length).tolist()
         found = [counted(loaded.engine, row, ways) for row in rows]
     density, kept = (np.mean(x, axis=0) for x in zip(*found, strict=True))
-    record = {"length": length, "texts": texts, "chunk": model.run.chunk, "stride": stride}
-    by_mass = {
-        f"{mass}": {"density": density[i].tolist(), "kept": kept[i].tolist()}
-        for i, mass in enumerate(wanted)
+    record = {"length": length, "texts": texts, "chunk": model.run.chunk}
+    by_reading = {
+        name: {"density": density[i].tolist(), "kept": kept[i].tolist()}
+        for i, name in enumerate(wanted)
     }
-    output.save({**record, "by_mass": by_mass})
+    output.save({**record, "by_reading": by_reading})
     lines = [
-        [f"{mass:g}", *(f"{x:.3f}" for x in (d.mean(), d.min(), d.max(), m.mean(), m.min()))]
-        for mass, d, m in zip(wanted, density, kept, strict=True)
+        [name, *(f"{x:.3f}" for x in (d.mean(), d.min(), d.max(), m.mean(), m.min()))]
+        for name, d, m in zip(wanted, density, kept, strict=True)
     ]
-    head = ("mass asked", "blocks read", "least head", "most", "mass kept", "least head")
+    head = ("--reading", "blocks read", "least head", "most", "mass kept", "least head")
     terminal.write(f"{pipe_table(head, lines)}\n{texts} texts of {length:,} tokens.\n")
 
 

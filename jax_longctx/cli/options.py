@@ -284,9 +284,10 @@ RUN = {
         metavar="TOKENS",
     ),
     "reading": option(
-        "xattention: a long text is read faster, by attention to the blocks of it that together "
-        "reach an estimated share, 0.95 or as xattention:mass=0.98 says. For methods that read "
-        "exactly, on a GPU with a --chunk of 2048 or more. dense unless given.",
+        "xattention, flex or vertical-slash: a long text is read faster, by attention to the "
+        "blocks of it that together reach an estimated share, 0.95 or as xattention:mass=0.98 "
+        "says. For methods that read exactly, on a GPU with a --chunk of 2048 or more. dense "
+        "unless given.",
         metavar="NAME",
     ),
 }

@@ -31,11 +31,13 @@ WRONG = [
     ({"offload": "host", "working_set": 0}, "working_set must be at least 1 token, got 0"),
     (
         {"reading": "xatention"},
-        "unknown reading 'xatention'; known: dense, xattention; did you mean",
+        "unknown reading 'xatention'; known: dense, xattention, flex, vertical-slash; did you mean",
     ),
     ({"reading": "dense:mass=1"}, "reading 'dense' has no setting 'mass'; it has: none"),
     ({"reading": "xattention:mass=2"}, "reading: mass must be above 0 and at most 1, got 2.0"),
     ({"reading": "xattention:density=0"}, "reading: density must be above 0 and at most 1"),
+    ({"reading": "flex:tau=2"}, "reading: tau must be from 0 to 1, got 2.0"),
+    ({"reading": "vertical-slash:tau=1"}, "reading .vertical-slash. has no setting .tau."),
     ({"reading": "xattention:stride=12"}, "reading: stride must be a divisor of 128, got 12"),
     ({"mesh": "row=2"}, "mesh 'row=2' is not understood at 'row=2'"),
 ]

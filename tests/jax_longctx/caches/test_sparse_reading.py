@@ -1,12 +1,19 @@
+import dataclasses
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from scipy.spatial.distance import jensenshannon
 
 from jax_longctx.caches.sparse_reading import block_shares, chosen_blocks
-from jax_longctx.contract import LayerContext
+from jax_longctx.contract import LayerContext, SlotLayout
+from jax_longctx.contract.context import STRIPE
 from jax_longctx.settings import Reading
+from jax_longctx.sharding import make_mesh
 from pallas_kernels.sparse_prefill_attention import BLOCK
 from tests.drawing import computed, normal
 from tests.support import tiny_config
@@ -16,6 +23,9 @@ SCALE = 0.2
 
 class Alone(LayerContext):
     """The context of one shard of the slots that has all."""
+
+    seq_size: Any = 1
+    seq_index: Any = 0
 
     def psum_seq(self, x):
         return x
@@ -31,7 +41,7 @@ class Half(Alone):
         return jnp.ones_like(x)
 
 
-def context(kind=Alone):
+def context(kind: type[LayerContext] = Alone):
     total = jnp.zeros(1, jnp.int32)
     return kind(scale=SCALE, window=None, rope=tiny_config().rope, total=total)
 
@@ -114,3 +124,80 @@ def test_shards_keep_the_mass_together():
 
 def test_without_earlier_keys_no_block_is_chosen():
     assert not np.any(chosen(jnp.zeros((1, 2, 1, 4)), [0], Reading()))
+
+
+def brute_force(given, past, valid, how):
+    """Shares of one row with whole blocks earlier, by vertical-slash or flex."""
+    q, k, keys = given
+    earlier, tiles = past // BLOCK, -(-len(q) // BLOCK)
+    every = np.concatenate([keys[:past], k[:valid]])
+    first = max(valid - BLOCK, 0)
+    s = np.where(
+        np.arange(past + valid) <= past + np.arange(first, valid)[:, None],
+        SCALE * q[first:valid] @ every.T,
+        -np.inf,
+    )
+    weights = np.asarray(jax.nn.softmax(s, axis=-1)).mean(0)
+    last = [weights[at : at + BLOCK].sum() for at in range(0, past + valid, BLOCK)]
+    newest = (valid - 1) // BLOCK
+    found = np.zeros((tiles, keys.shape[0] // BLOCK))
+    for tile, block in np.ndindex(newest + 1, earlier):
+        found[tile, block] = max(last[block], last[block + newest - tile])
+    means = [every[at : at + BLOCK].mean(0) for at in range(0, past + valid, BLOCK)]
+    pooled = [
+        np.asarray(
+            jax.nn.softmax(
+                SCALE
+                * np.array(means[: earlier + t + 1])
+                @ q[t * BLOCK : min((t + 1) * BLOCK, valid)].mean(0)
+            )
+        )
+        for t in range(newest + 1)
+    ]
+    apart = jensenshannon(pooled[newest], last, base=2)
+    if how.way == "flex" and apart < how.tau:
+        found[: newest + 1, :earlier] = [row[:earlier] for row in pooled]
+    return found, apart
+
+
+@pytest.mark.parametrize("tau", [None, 0.0, 0.25, 1.0])
+def test_shares_of_the_last_queries_and_of_means(tau):
+    how = Reading(way="vertical-slash") if tau is None else Reading(way="flex", tau=tau)
+    queries, past, valid = 300, np.array([384, 256, 0], np.int32), np.array([300, 200, 0], np.int32)
+    q, k = 3 * normal(3, queries, 4, 16), normal(3, queries, 2, 16, seed=1)
+    keys = normal(3, 2, 512, 16, seed=2)
+    found = shares(q, k, keys, past, valid, how)
+    assert found.shape == (3, 4, 3, 4) and not np.any(found[2])
+    distances = []
+    for b, n in np.ndindex(2, 4):
+        given = [np.asarray(x, np.float64) for x in (q[b, :, n], k[b, :, n // 2], keys[b, n // 2])]
+        expected, apart = brute_force(given, past[b], valid[b], how)
+        distances.append(apart)
+        np.testing.assert_allclose(found[b, n], expected, atol=1e-5)
+    assert min(distances) < 0.25 < max(distances)  # both kinds of heads
+
+
+@pytest.mark.parametrize(
+    "how", [Reading(), Reading(way="flex", tau=0.25)], ids=["xattention", "flex"]
+)
+def test_shares_of_slots_in_stripes_are_those_of_slots_in_one_place(how):
+    past, valid = np.array([7 * BLOCK, 4 * BLOCK], np.int32), np.array([300, 256], np.int32)
+    q, k = normal(2, 300, 4, 16), normal(2, 300, 2, 16, seed=1)
+    keys, layout = normal(2, 2, 8 * BLOCK, 16, seed=2), SlotLayout(2, STRIPE)
+
+    def own(q, k, keys):
+        ctx = dataclasses.replace(context(LayerContext), stripe=STRIPE)
+        mine = ctx.slots(4 * BLOCK).below(jnp.asarray(past))
+        return block_shares(q, k, keys, mine, jnp.asarray(valid), how, ctx)
+
+    divided = P(None, None, "seq")
+    run = jax.shard_map(
+        own,
+        mesh=make_mesh(seq=2),
+        in_specs=(P(), P(), divided),
+        out_specs=P(None, None, None, "seq"),
+        check_vma=False,
+    )
+    dealt = computed(run, q, k, layout.dealt(keys, 2, 8 * BLOCK))
+    found = layout.in_order(jnp.repeat(dealt, BLOCK, axis=3), 3, 8 * BLOCK)[..., ::BLOCK]
+    np.testing.assert_allclose(found, shares(q, k, keys, past, valid, how), atol=1e-5)

@@ -44,11 +44,20 @@ def test_a_method_reads_blocks_of_a_text(name):
     assert np.all(np.max(np.abs(logits(method, FEW) - exact), axis=-1) > 1e-2)
 
 
-@pytest.mark.parametrize("how", [{}, {"kv": "int8"}], ids=["floats", "int8"])
-def test_a_ragged_batch_reads_as_each_row_alone(how):
-    together = logits(None, "xattention:mass=0.7", **how)
+@pytest.mark.parametrize(
+    ("reading", "how"),
+    [
+        ("xattention:mass=0.7", {}),
+        ("xattention:mass=0.7", {"kv": "int8"}),
+        ("flex:mass=0.7", {}),
+        ("flex:mass=0.7", {"kv": "int8"}),
+        ("vertical-slash:density=0.5", {}),
+    ],
+)
+def test_a_ragged_batch_reads_as_each_row_alone(reading, how):
+    together = logits(None, reading, **how)
     for row, text, question in zip(together, TEXTS, QUESTIONS, strict=True):
-        alone = logits(None, "xattention:mass=0.7", [text], [question], **how)
+        alone = logits(None, reading, [text], [question], **how)
         np.testing.assert_allclose(row, alone[0], atol=1e-4)
 
 
