@@ -103,7 +103,7 @@ def _write_shards(
         with (folder / name).open("wb") as file:
             _write_header(file, tensors)
             for batch in in_groups(tensors, _nbytes, GROUP):
-                # Arrays of numpy: JAX frees its own at its next call, when the next group is being read.
+                # Arrays of numpy: JAX frees its own at its next call, when the next group is read.
                 wanted = {
                     part.path: jax.ShapeDtypeStruct(part.info.shape, dtype)
                     for tensor, dtype in batch
