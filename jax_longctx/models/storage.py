@@ -119,6 +119,9 @@ def check_stored(folder: Path, files: Files, digests: Mapping[str, str], remedy:
         found = array_digests(folder / STATE)
     except (OSError, ValueError) as error:
         raise _unread(folder, error, remedy) from error
+    except (AttributeError, LookupError, TypeError) as error:
+        told = "an array is not described as it was written"
+        raise DamagedError(f"{folder} is damaged: {told}; {remedy}") from error
     if differ := [path for path, digest in digests.items() if found.get(path) != digest]:
         raise DamagedError(
             f"{folder} is damaged: {differ[0]} has other chunks than it was written with; {remedy}"

@@ -222,6 +222,15 @@ def test_a_flipped_bit_of_an_array_is_refused(copy, whole, shape, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["chunk_grid", "configuration", "chunk_shape", "codecs"])
+def test_a_changed_name_in_the_description_of_an_array_is_refused(copy, name):
+    """It is valid JSON as before."""
+    files = [path for path in (copy / "params").rglob("*") if path.is_file()]
+    path = next(path for path in files if f'"{name}"'.encode() in path.read_bytes())
+    path.write_bytes(path.read_bytes().replace(f'"{name}"'.encode(), f'"{name[1:]}s"'.encode()))
+    refused(copy, copy / "params", "damaged", AGAIN)
+
+
 def test_chunks_and_files_of_another_array_or_checkpoint_are_refused(copy, other, capfd):
     state, theirs = copy / "params" / "state", other / "params" / "state"
     for _ in wrong_chunks(state, theirs):
