@@ -169,6 +169,7 @@ def _by_last_queries(
 
         mean_q, mean_k = means(q), means(k)
         upto_YY = jnp.tril(jnp.ones((tiles, tiles), bool)) & (number_BY > 0)[:, None]
+        # Beside a block's 128 keys laid end to end: that product is one with their sum.
         wide = jnp.tile(rows(mean_q), BLOCK)
         of_cache = block_masses(wide, keys, past, scale=scale / BLOCK, stride=BLOCK)
         pooled = shares(mean_q, of_cache, scores(mean_q, mean_k, upto_YY))
