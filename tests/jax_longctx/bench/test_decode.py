@@ -135,7 +135,9 @@ def test_failures_are_rows_without_a_ratio(tiny_preset, monkeypatch, tmp_path):
     _stub(monkeypatch, timed)
     monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "found.json"
-    result = bench("decode", "--model", "tiny", "-m", "quest", "--case", "1x300", "--out", out)
+    given = ("--mesh", "tensor=2", "--case", "1x300", "--out", out)
+    result = bench("decode", "--model", "tiny", "-m", "quest", *given)
+    assert "cpu (2), tiny in bfloat16" in result.stdout
     full, quest = json.loads(out.read_text())["rows"]
     assert full["failed"] == "too much" and quest["seconds"] == 0.5
     assert "speedup" not in quest

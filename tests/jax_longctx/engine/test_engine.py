@@ -12,6 +12,7 @@ from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.sharding import make_mesh
+from tests.small_methods import small_method
 from tests.support import engine_over, joined, random_rows, score, tiny_config, tiny_engine
 
 ROW = random_rows([45])[0]
@@ -242,6 +243,12 @@ def test_weights_heads_and_sizes_that_cannot_be_are_named():
     assert "70.3 KiB of 78.1 KiB" in said
     assert "about 281 tokens would fit" in said
     small.prefill([ROW], reserve=16)
+    # A question that leaves the context as it was needs a copy of what the method evicts from.
+    evicting = tiny_engine(small_method("tova"), chunk=16)
+    context, evicting.memory_limit = evicting.prefill([ROW], reserve=16), 1000
+    with pytest.raises(CapacityError):
+        collect(evicting, context, [[1]], max_tokens=2)
+    assert collect(evicting, context, [[1]], max_tokens=2, keep=False)
 
 
 def test_what_is_said_of_memory(monkeypatch, tmp_path):

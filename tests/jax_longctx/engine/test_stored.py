@@ -123,6 +123,11 @@ def test_a_program_is_told_from_others(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(stored, "_text_digest", lambda: "another text")
     assert path() != before
+    monkeypatch.undo()
+    with jax.log_compiles():
+        assert path() == before
+    with jax.default_matmul_precision("bfloat16"):
+        assert path() != before
     # What another process would describe otherwise is not stored.
     assert path(static=(Made(lambda: 0),)) is None
     assert path(static=(object(),)) is None
