@@ -193,6 +193,7 @@ def saved(contexts, row, route=None):
 
 def test_a_replica_finds_what_another_one_saved_and_not_what_was_deleted(tmp_path, caplog):
     with replicas(tmp_path, 3) as (first, second, third):
+        assert {each.folder.stat().st_mode & 0o777 for each in (first, third)} == {0o700}
         book, other = saved(first, ROWS["a"], "0123abcd"), saved(second, ROWS["b"])
         assert book.startswith("ctx_0123abcd")
         assert third.find(book).text.tokens.tolist() == ROWS["a"]
