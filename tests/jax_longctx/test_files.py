@@ -83,3 +83,5 @@ def test_a_link_is_not_written_through(tmp_path):
     with pytest.raises(InputError, match=r"out.png could not be .*: out.png.partial is a sym"):
         write_whole("new", tmp_path / "out.png")
     assert (tmp_path / "precious").read_text() == "keep"
+    write_whole("new", tmp_path / "out.txt")
+    assert (tmp_path / "out.txt").stat().st_mode == (tmp_path / "precious").stat().st_mode
