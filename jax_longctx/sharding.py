@@ -142,6 +142,14 @@ def undivided(mesh: AnyMesh, **sizes: int) -> list[str]:
     ]
 
 
+def on_devices(mesh: Any, body: Any, in_specs: Any, out_specs: Any) -> Any:
+    """`body` as one program a device, manual over every mesh axis."""
+    # Values that are equal on all shards of an axis (a psum's result) carry no proof of it through
+    # kernels, so the replication check stays off.
+    how = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(body, mesh=mesh, **how)
+
+
 def make_mesh(
     data: int = 1, seq: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:

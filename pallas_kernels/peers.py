@@ -55,7 +55,7 @@ class Peers:
       inbox: this GPU's, written by all. Of each place a counter for each block of numbers, then of
         either half and each sender the numbers. It is an operand so that XLA keeps it.
       table: addresses of all inboxes as pairs of 32 bits, then this GPU's rank among them.
-      size: numbers of 32 bits that a call takes at most.
+      size: numbers of 32 bits that a call takes at most, in whole blocks.
     """
 
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -63,40 +63,14 @@ class Peers:
     table: Int[Array, "S2 2"]
     size: int = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def meet(cls, axes: tuple[str, ...], size: int, places: int) -> "Peers":
-        """Exchanges the addresses of new inboxes."""
-        size = -(-size // _BLOCK) * _BLOCK
-        inbox = jnp.zeros(places * _region(lax.axis_size(axes), size) // 4, jnp.int32)
-        return cls(axes, *_meet(axes, inbox), size)
-
-    def take(self, x: Any) -> bool:
-        """Whether they exchange such an array: of floats or integers of 16 or 32 bits."""
-        words = x.size * x.dtype.itemsize / 4
-        return x.dtype.itemsize in (2, 4) and words <= self.size and not words % _VECTOR
-
-    def sum(self, x: Float[Array, "..."], place: int) -> Float[Array, "..."]:
-        """The sum of all GPUs' float32 numbers, added in the order of the shards."""
-        return self._run(x.reshape(-1), place, x.size).reshape(x.shape)
-
-    def sum_parts(self, parts: Parts, place: int) -> Float[Array, "R N"]:
-        """The sum of all GPUs' products, which are in parts."""
-        shape = parts.rows, parts.array.shape[2]
-        return self._run(parts.array, place, shape[0] * shape[1], parts).reshape(shape)
-
-    def gather(self, x: Shaped[Array, "..."], place: int) -> Shaped[Array, "S ..."]:
-        """All GPUs' arrays, of numbers of 16 or 32 bits."""
-        if x.dtype.itemsize == 2:
-            pairs = lax.bitcast_convert_type(x.reshape(-1, 2), jnp.uint32)
-            every = lax.bitcast_convert_type(self._run(pairs, place), x.dtype)
-        else:
-            every = self._run(x.reshape(-1), place)
-        return every.reshape(-1, *x.shape)
-
-    def _run(
+    def run(
         self, x: Array, place: int, sums: int | None = None, parts: Parts | None = None
     ) -> Array:
-        """So many sums, or all GPUs' numbers."""
+        """So many sums, added in the order of the shards, or all GPUs' numbers.
+
+        Args:
+          x: of `parts` their array.
+        """
         shards, count = lax.axis_size(self.axes), x.size if sums is None else sums
         shape = (shards, count) if sums is None else (count,)
         text = _program(shards, self.size, place, count, sums is not None, parts)
@@ -122,7 +96,7 @@ def sum_over(
     found = _taking(axes, x, peers, place)
     if found is None or x.dtype != jnp.float32:
         return lax.psum(x, axes)
-    return found.sum(x, place)
+    return found.run(x.reshape(-1), place, x.size).reshape(x.shape)
 
 
 def row_matmul_over(
@@ -133,7 +107,8 @@ def row_matmul_over(
     found = _taking(axes, sums, peers, place)
     if found is None or gpu.unsupported(x, w) is not None:
         return sum_over(axes, row_matmul(x, w, dtype=jnp.float32), peers, place)
-    total = found.sum_parts(gpu.row_parts(x, w), place)
+    parts = gpu.row_parts(x, w)
+    total = found.run(parts.array, place, sums.size, parts).reshape(sums.shape)
     return total * w.scales if isinstance(w, QuantisedMatrix) else total
 
 
@@ -142,12 +117,22 @@ def gather_over(
 ) -> Shaped[Array, "S ..."]:
     """All shards' arrays along an axis of the mesh, by peers where they take it."""
     found = _taking((axis,), x, peers, place)
-    return lax.all_gather(x, axis) if found is None else found.gather(x, place)
+    if found is None:
+        return lax.all_gather(x, axis)
+    if x.dtype.itemsize == 2:
+        pairs = lax.bitcast_convert_type(x.reshape(-1, 2), jnp.uint32)
+        every = lax.bitcast_convert_type(found.run(pairs, place), x.dtype)
+    else:
+        every = found.run(x.reshape(-1), place)
+    return every.reshape(-1, *x.shape)
 
 
 def _taking(axes: tuple[str, ...], x: Any, peers: AllPeers, place: int | None) -> Any:
-    found = peers.get(axes)
-    return None if found is None or place is None or not found.take(x) else found
+    """The peers that exchange such an array: of floats or integers of 16 or 32 bits."""
+    found, words = peers.get(axes), x.size * x.dtype.itemsize / 4
+    if found is None or place is None or x.dtype.itemsize not in (2, 4):
+        return None
+    return None if words > found.size or words % _VECTOR else found
 
 
 def meet(mesh: AnyMesh, groups: Collection[tuple[str, ...]], size: int, places: int) -> AllPeers:
@@ -161,13 +146,15 @@ def meet(mesh: AnyMesh, groups: Collection[tuple[str, ...]], size: int, places: 
     """
     if not isinstance(mesh, Mesh) or unsupported(mesh) is not None:
         return {}
+    size = -(-size // _BLOCK) * _BLOCK
 
+    @jax.shard_map(
+        mesh=mesh, in_specs=(), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
+    )
     def met() -> AllPeers:
-        return {axes: Peers.meet(axes, size, places) for axes in groups}
+        return {axes: _meet(axes, size, places) for axes in groups}
 
-    lie = PartitionSpec(mesh.axis_names)
-    run = jax.shard_map(met, mesh=mesh, in_specs=(), out_specs=lie, check_vma=False)
-    return run()
+    return met()
 
 
 def unsupported(mesh: Mesh) -> str | None:
@@ -197,9 +184,9 @@ def _reach_each_other(ordinals: tuple[int | None, ...]) -> bool:
     return True
 
 
-def _meet(axes: tuple[str, ...], inbox: Array) -> tuple[Array, Array]:
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = lax.axis_size(axes)
+def _meet(axes: tuple[str, ...], size: int, places: int) -> Peers:
+    """Peers that exchange the addresses of new inboxes."""
+    mesh, shards = jax.sharding.get_abstract_mesh(), lax.axis_size(axes)
 
     def body(inbox_ref, table_ref):
         first, steps, step = 0, {}, 1
@@ -210,9 +197,8 @@ def _meet(axes: tuple[str, ...], inbox: Array) -> tuple[Array, Array]:
         place = lax.axis_index(axes[0])
         for name in axes[1:]:
             place = place * mesh.shape[name] + lax.axis_index(name)
-        offsets = [0]
-        for name in axes:
-            offsets = [x + i * steps[name] for x in offsets for i in range(mesh.shape[name])]
+        parts = ([i * steps[name] for i in range(mesh.shape[name])] for name in axes)
+        offsets = [sum(each) for each in itertools.product(*parts)]
 
         def write(ctx: Any, inbox: Any, table: Any, first: Any, place: Any) -> None:
             i32 = ir.IntegerType.get_signless(32)
@@ -228,7 +214,7 @@ def _meet(axes: tuple[str, ...], inbox: Array) -> tuple[Array, Array]:
         run: Any = plgpu.inline_mgpu(arg_types=takes)
         run(write)(inbox_ref, table_ref, jnp.int32(first), place)
 
-    ref = jax.new_ref(inbox)
+    ref = jax.new_ref(jnp.zeros(places * _region(shards, size) // 4, jnp.int32))
     table = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((shards + 1, 2), jnp.int32),
@@ -237,12 +223,12 @@ def _meet(axes: tuple[str, ...], inbox: Array) -> tuple[Array, Array]:
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="peers_meet",
     )(ref)
-    return ref[...], table
+    return Peers(axes, ref[...], table, size)
 
 
 def _region(shards: int, size: int) -> int:
     """Bytes of a place's part of an inbox."""
-    return -(-size // _BLOCK) * 16 + 2 * shards * size * _WORD
+    return size // _BLOCK * 16 + 2 * shards * size * _WORD
 
 
 def _program(
@@ -254,7 +240,7 @@ def _program(
     the table and the result, the thread's first number, and its block.
     """
     half, begin = shards * size * _WORD, place * _region(shards, size)
-    head = begin + -(-size // _BLOCK) * 16
+    head = begin + size // _BLOCK * 16
     lines = [
         f"ld.global.b32 rank, [$3 + {8 * shards}];",
         "mad.wide.u32 at, rank, 8, $3; ld.global.b64 own, [at];",

@@ -30,6 +30,7 @@ from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import named
 from jax_longctx.run_spec import ON_DEVICES
+from jax_longctx.sharding import on_devices
 from pallas_kernels.common import capped, factor_of
 from pallas_kernels.plane import part_of
 from pallas_kernels.quantised import dequantised
@@ -110,7 +111,7 @@ def _measure(setup: Setup, method: Resa, queries: int) -> Any:
         return jnp.mean(errors, axis=0), jnp.mean(shares)
 
     everywhere = PartitionSpec()
-    return jax.jit(setup.shard_map(body, everywhere, everywhere))
+    return jax.jit(on_devices(setup.mesh, body, everywhere, everywhere))
 
 
 def _step_errors(

@@ -35,7 +35,7 @@ from jax_longctx.models.llama import Attend
 from jax_longctx.models.params import check_mesh
 from jax_longctx.parts.partial import pooled_scores
 from jax_longctx.settings import at_least
-from jax_longctx.sharding import logical_spec
+from jax_longctx.sharding import logical_spec, on_devices
 from pallas_kernels import dispatch
 from pallas_kernels.common import MASKED, group_heads, merge, ungroup_heads
 from pallas_kernels.decode_attention import decode_logits
@@ -126,15 +126,7 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
             own = ahead if shards > 1 else None
             return pattern_attention(pattern, q, k, v, scale=config.softmax_scale, ahead=own)
 
-        # No replication check, as in inference: kernels do not support it.
-        run = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(heads, kv_heads, kv_heads),
-            out_specs=heads,
-            check_vma=False,
-        )
-        return run(q, k, v), cache
+        return on_devices(mesh, local, (heads, kv_heads, kv_heads), heads)(q, k, v), cache
 
     return attend
 

@@ -29,7 +29,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, Layer, Llama, model_of
 from jax_longctx.models.params import form_of_weights, param_infos
 from jax_longctx.settings import at_least
-from jax_longctx.sharding import logical_sharding, logical_spec
+from jax_longctx.sharding import logical_sharding, logical_spec, on_devices
 from train_cpt.attention import Pattern, attend_with
 
 # What a layer stores for its gradient: everything, the results of its matmuls, or its input alone.
@@ -372,14 +372,8 @@ def _sharded(mesh: Mesh, chunk: int, differentiate: bool, *arrays: Array) -> tup
     rows, vocabulary = logical_spec(("batch", "tokens")), logical_spec(("vocab", "embed"))
     hidden = logical_spec(("batch", "tokens", "embed"))
     outs = (PartitionSpec(), hidden, vocabulary) if differentiate else (PartitionSpec(),)
-    run = jax.shard_map(
-        functools.partial(_local, chunk, differentiate),
-        mesh=mesh,
-        in_specs=(hidden, vocabulary, rows, rows),
-        out_specs=outs,
-        check_vma=False,
-    )
-    return run(*arrays)
+    local = functools.partial(_local, chunk, differentiate)
+    return on_devices(mesh, local, (hidden, vocabulary, rows, rows), outs)(*arrays)
 
 
 def _local(

@@ -41,7 +41,7 @@ from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, lay
 from jax_longctx.models.params import layer_params
 from jax_longctx.planning.work import matmul_weights, prefill_work
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.sharding import logical_sharding, logical_spec
+from jax_longctx.sharding import logical_sharding, logical_spec, on_devices
 from pallas_kernels.prefill_attention import causal_attention
 
 # Calls queued in a timed loop.
@@ -222,6 +222,5 @@ def _attention_rate(shape: Shape, square: int, runs: int) -> float:
 
     x = jax.jit(draw, out_shardings=logical_sharding(mesh, axes))(jax.random.key(0))
     spec = logical_spec(axes)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    run = jax.jit(mapped)
+    run = jax.jit(on_devices(mesh, body, spec, spec))
     return 4 * heads * width * square * (square + 1) / 2 / _timed(lambda: run(x), runs)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.contract.merging import Attended, by_gather, by_sum, merge_way
+from jax_longctx.contract.merging import Attended, by_gather, by_sum, merge_cost
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.settings import Reading
 from pallas_kernels.common import Scale
@@ -376,9 +376,8 @@ class LayerContext:
         """Each shard's partial attention over its own slots, merged; the same on every shard."""
         if self.seq_size == 1:
             return out, lse
-        if merge_way(lse.size, out.shape[-1], out.dtype.itemsize, self.seq_size) is by_sum:
-            return by_sum(out, lse)
-        return by_gather(out, lse, self._gathered)
+        _, times = merge_cost(lse.size, out.shape[-1], out.dtype.itemsize, self.seq_size)
+        return by_sum(out, lse) if times > 1 else by_gather(out, lse, self._gathered)
 
     def _gathered(self, x: Array) -> Array:
         """[S, ...] of all shards of the slots."""

@@ -35,15 +35,11 @@ Attended = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 WORTH_A_COLLECTIVE = 1 << 18
 
 
-def merge_way(
-    size: int, width: int, itemsize: int, shards: int
-) -> Callable[[Array, Array], Attended]:
-    """The cheaper way to merge `size` rows of `width` numbers of `itemsize` bytes over `shards`."""
-    return by_gather if merge_cost(size, width, itemsize, shards)[1] == 1 else by_sum
-
-
 def merge_cost(size: int, width: int, itemsize: int, shards: int) -> tuple[float, int]:
-    """Bytes that a device receives in the cheaper way, and the number of collectives."""
+    """Bytes that a device receives in the cheaper way, and its collectives: 1 of `by_gather`.
+
+    `size` rows of `width` numbers of `itemsize` bytes are merged over `shards`.
+    """
     others = shards - 1
     gathered = others * size * (width * itemsize + 4)
     summed = 2 * others / shards * size * 4 * (width + 2)
@@ -76,12 +72,9 @@ def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended
 
 
 def by_gather(
-    out: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
-    gather: Callable[[Array], Array] | None = None,
+    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], gather: Callable[[Array], Array]
 ) -> Attended:
     """One all-gather, by a function that gives all shards' arrays; `out` travels in its dtype."""
-    gather = gather or (lambda x: jax.lax.all_gather(x, "seq"))
     width = out.shape[-1]
     # Bits, not numbers: the halves of a float32 may look like a NaN that a copy would quieten.
     word = jnp.uint32 if out.dtype.itemsize == 4 else jnp.uint16

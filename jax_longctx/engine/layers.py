@@ -44,6 +44,7 @@ from jax_longctx.sharding import (
     logical_sharding,
     logical_spec,
     mesh_axes,
+    on_devices,
     tree_specs,
     weight_spec,
 )
@@ -134,8 +135,7 @@ def _rows_of_table(
         rows = table[jnp.where(there, local, 0)]
         return jax.lax.psum(jnp.where(there[..., None], rows, 0), axes)
 
-    how = {"in_specs": (spec, BATCH), "out_specs": BATCH, "check_vma": False}
-    return jax.shard_map(own, mesh=mesh, **how)(table, tokens)
+    return on_devices(mesh, own, (spec, BATCH), BATCH)(table, tokens)
 
 
 @program(
@@ -209,7 +209,7 @@ class LayerPass:
         kv_heads = logical_spec(("batch", axis, "kv_heads", None))
         in_specs = ((heads, kv_heads, kv_heads), specs, tree_specs(self.segment), BATCH)
         in_specs += ((logical_spec(("heads",)), logical_spec(("heads", None, None)), away),)
-        run = self.setup.shard_map(self._attend_here, in_specs, (heads, specs))
+        run = on_devices(self.setup.mesh, self._attend_here, in_specs, (heads, specs))
         return run((q, k, v), cache, self.segment, self.total, (sinks, output, self.peers))
 
     def _attend_here(

@@ -18,7 +18,7 @@ from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.setup import BATCH, Ends, Layer, Setup, without_layers
 from jax_longctx.errors import InputError
-from jax_longctx.sharding import Stacked, tree_shardings, tree_specs, weight_sharding
+from jax_longctx.sharding import Stacked, on_devices, tree_shardings, tree_specs, weight_sharding
 
 Logits = Literal["none", "hidden", "last"]
 # Whether a context is given up for a question, is afterwards as before, or is that and keeps
@@ -135,7 +135,7 @@ def _finish_layer(
 ) -> Any:
     """The method's `finish` of a layer inside the manual `shard_map`; traced once for like ones."""
     finish, specs, _ = _traced_finish(setup, layer, cache, total, stage, reserve)
-    return setup.shard_map(finish, (tree_specs(cache), BATCH), specs)(cache, total)
+    return on_devices(setup.mesh, finish, (tree_specs(cache), BATCH), specs)(cache, total)
 
 
 def _traced_finish(
@@ -156,7 +156,7 @@ def _traced_finish(
 
     # What comes back is known by tracing; its fields then say how it is sharded.
     in_specs = (tree_specs(cache), BATCH)
-    traced = jax.eval_shape(setup.shard_map(finish, in_specs, PartitionSpec()), cache, total)
+    traced = jax.eval_shape(on_devices(setup.mesh, finish, in_specs, PartitionSpec()), cache, total)
     specs = tree_specs(traced)
     before = jax.tree.leaves(in_specs[0])
     for index, spec in enumerate(jax.tree.leaves(specs)):
@@ -189,7 +189,7 @@ def finish_one(
     stacks, structure = jax.tree.flatten(cache.cache)
     one = structure.unflatten(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks)
     finish, specs, handed = _traced_finish(setup, layer, one, total, stage, reserve)
-    change = setup.shard_map(finish, (tree_specs(one), BATCH), specs)
+    change = on_devices(setup.mesh, finish, (tree_specs(one), BATCH), specs)
 
     def made(_: None, parts: Any) -> tuple[None, Any]:
         news = jax.tree.leaves(change(structure.unflatten(parts), total))

@@ -1,4 +1,10 @@
-"""How a layer's hidden states are multiplied with its weights, on a mesh and on one GPU."""
+"""How a layer's hidden states are multiplied with its weights, on a mesh and on one GPU.
+
+The weights are divided over `tensor` and `seq` (`sharding.weight_sharding`). Tokens that every
+shard of `seq` has (decode steps, chunks of prefill, questions) are multiplied in place, with each
+device's own part of the weights. Of tokens that are spread over `seq` (`Segment.spread`), either
+the tokens are gathered for each product, or the weights, a layer's at a time: what is fewer bytes.
+"""
 
 import dataclasses
 import math
@@ -18,6 +24,7 @@ from jax_longctx.sharding import (
     info_of,
     logical_spec,
     mesh_axes,
+    on_devices,
     weight_sharding,
     weight_spec,
 )
@@ -28,14 +35,10 @@ from pallas_kernels.row_matmul import row_matmul
 
 @dataclasses.dataclass(frozen=True)
 class Divided(Products):
-    """Products with weights that are divided over `seq` too.
+    """Products with each device's own part of the weights, and all tokens, gathered if spread.
 
-    Each device multiplies with its own part of the weights. The parts of queries, keys and values
-    are gathered over `seq`, as attention needs them. The output projection's sum and the MLP's are
-    over `seq` and `tensor` at once.
-
-    Attributes:
-      spread: whether the tokens are spread over `seq`. They are gathered for the products.
+    The parts of queries, keys and values are gathered over `seq`, as attention needs them. The
+    output projection's sum and the MLP's are over `seq` and `tensor` at once.
     """
 
     mesh: AnyMesh
@@ -128,17 +131,7 @@ class FewRows(Products):
 
         rows = logical_spec(("batch", None))
         specs = jax.tree.map(self.weight_spec, parts_info(w, info))
-        in_specs = (
-            PartitionSpec(*rows, *spec[:axes]),
-            specs,
-            rows,
-            PartitionSpec(self.mesh.axis_names),
-        )
-        run = jax.shard_map(
-            multiply,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=PartitionSpec(*rows, *out),
-            check_vma=False,
-        )
+        away = PartitionSpec(self.mesh.axis_names)
+        in_specs = PartitionSpec(*rows, *spec[:axes]), specs, rows, away
+        run = on_devices(self.mesh, multiply, in_specs, PartitionSpec(*rows, *out))
         return run(x, w, factor, self.peers)

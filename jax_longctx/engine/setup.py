@@ -1,15 +1,8 @@
 """What programs are compiled for: model, method, mesh, dtypes and sizes.
 
 Caches are donated everywhere and updated in place. `attend` and `finish` of a method run inside one
-manual `shard_map` over the whole mesh (`Setup.shard_map`). Projections, MLP and head are left to
-the compiler through shardings. Their weights are divided over `tensor` and `seq`
-(`sharding.weight_sharding`), in one of two ways:
-
-- Tokens that every shard of `seq` has (decode steps, chunks of prefill, questions) are multiplied
-  in place, with each device's own part of the weights (`products.Divided`).
-- Of tokens that are spread over `seq` (`Segment.spread`), either the tokens are gathered for each
-  product, or the weights, a layer's at a time: what is fewer bytes
-  (`products.gathers_weights`).
+manual `shard_map` over the whole mesh (`sharding.on_devices`). Projections, MLP and head are
+left to the compiler through shardings; `engine.products` says how their weights meet the tokens.
 """
 
 import dataclasses
@@ -192,14 +185,6 @@ class Setup:
             rope=layer.rope,
             total=total,
             stripe=self.slot_layout.stripe,
-        )
-
-    def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
-        """`body` as one program a device, manual over every mesh axis."""
-        # Values that are equal on all shards of an axis (a psum's result) carry no proof of it
-        # through kernels, so the replication check stays off.
-        return jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
 

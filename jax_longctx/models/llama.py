@@ -27,7 +27,15 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.models import experts
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.families import NORM_PLACES
-from jax_longctx.sharding import AnyMesh, ParamInfo, info_of, logical_sharding, logical_spec, param
+from jax_longctx.sharding import (
+    AnyMesh,
+    ParamInfo,
+    info_of,
+    logical_sharding,
+    logical_spec,
+    on_devices,
+    param,
+)
 from pallas_kernels.plane import Plane, is_plane, part_of
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 
@@ -200,9 +208,7 @@ class Products:
         summed = self.weight_spec(info_of(weights["down"]))[1]
         rows = logical_spec(("batch", self.tokens, None))
         in_specs, out_specs = (*[rows] * len(tokens), specs), PartitionSpec(summed, *rows)
-        # As in `Setup.shard_map`.
-        how = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
-        parts = jax.shard_map(local, mesh=self.mesh, **how)(*tokens, arrays)
+        parts = on_devices(self.mesh, local, in_specs, out_specs)(*tokens, arrays)
         return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0)
 
     @property

@@ -37,18 +37,8 @@ _PASSING = {
 # Of an instruction that is another one's bytes.
 _BYTES = ("bitcast",)
 _SLICING = {"slice", "dynamic-slice", "gather"}
-_ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_TYPES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "s64": 8,
-    "f64": 8,
-}
+# The type, its bits, and the sizes of the axes.
+_ARRAY = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +130,7 @@ def count_reads(text: str, arrays: Collection[tuple[str, tuple[int, ...]]]) -> i
                 if source is None or "S(1)" in source.shape:
                     continue
                 found = _ARRAY.fullmatch(source.shape.split("{")[0])
-                if found and (found[1], _sizes(found[2])) in arrays:
+                if found and (found[1], _sizes(found[3])) in arrays:
                     read += _read_of(each, position, source, computations)
         return 0, read
 
@@ -298,7 +288,7 @@ def _step(body: _Computation, counter: int) -> int | None:
 
 def _result_bytes(shape: str, start: bool) -> int:
     arrays = [
-        _TYPES.get(kind, 4) * math.prod(_sizes(sizes)) for kind, sizes in _ARRAY.findall(shape)
+        int(bits or 8) * math.prod(_sizes(sizes)) // 8 for _, bits, sizes in _ARRAY.findall(shape)
     ]
     # An asynchronous start lists its operands before its results.
     return sum(arrays[len(arrays) // 2 :] if start and len(arrays) > 1 else arrays)

@@ -143,10 +143,7 @@ class UsedProgram:
 
 
 def used_programs(request: PlanRequest, setup: Setup, rows: int) -> list[UsedProgram]:
-    """The programs of a run of `rows` rows, in the order of first use.
-
-    Those that make empty caches and choose the first token need less memory, and are left out.
-    """
+    """The programs of a run of `rows` rows (see above), in the order of first use."""
     reserve, params = request.reserve, abstract_params(setup)
     empty, kept, answering = staged_caches(setup, rows, request.context, reserve)
     weights, found = weight_bytes(setup), dict[Any, UsedProgram]()

@@ -29,7 +29,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.planning.targets import Chip, Target, target_at_hand
 from jax_longctx.planning.work import (
     Work,
-    context_segments,
+    context_feed,
     decode_work,
     matrices,
     own_matmuls,
@@ -350,7 +350,8 @@ class _Case:
         tensor, shards = shape["tensor"], shape["seq"]
         # A segment that holds the whole text is made for a short text and scaled.
         probe = min(context, PROBE * shards)
-        segment = next(context_segments(setup, probe, self.request.reserve))
+        feed = context_feed(setup, probe, self.request.reserve)
+        segment = next(iter(setup.method.segments(feed)))
         columns = segment.tokens.shape[1]
         if segment.spread:
             columns = columns // shards * context // probe

@@ -30,7 +30,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jax_longctx.contract import Feed, PrefillWork, Segment, decode_segment
+from jax_longctx.contract import Feed, PrefillWork, decode_segment
 from jax_longctx.contract.merging import merge_cost
 from jax_longctx.engine import capacity
 from jax_longctx.engine.allocate import abstract_caches
@@ -103,11 +103,9 @@ def stored_bytes(setup: Setup) -> int:
 @functools.lru_cache(maxsize=256)
 def matrices(setup: Setup) -> int:
     """Numbers of a device's parts of the matrices of a layer."""
-    return sum(
-        math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
-        for path, info in param_infos(setup.config).items()
-        if path.startswith("layers.0.") and info.in_8_bits
-    )
+    infos = param_infos(setup.config).items()
+    layer = [info for path, info in infos if path.startswith("layers.0.")]
+    return sum(_part(setup, info) for info in layer if info.in_8_bits)
 
 
 def step_weight_bytes(setup: Setup, rows: int = 1) -> int:
@@ -121,7 +119,8 @@ def step_weight_bytes(setup: Setup, rows: int = 1) -> int:
     read = weight_bytes(setup) - tables * setup.dtype.itemsize
     if (experts := setup.config.experts) is not None:
         left = (1 - experts.chosen / experts.count) ** rows
-        numbers = _matmuls(setup.config, lambda info: _part(setup, info) * _of_experts(info))[0]
+        infos = [info for info in param_infos(setup.config).values() if info.inputs]
+        numbers = sum(_part(setup, info) for info in infos if info.axes[0] == "experts")
         read -= round(left * numbers * stored_bytes(setup))
     return read
 
@@ -159,15 +158,10 @@ def _part(setup: Setup, info: ParamInfo, gathered: bool = False) -> int:
     return math.prod(sharding.shard_shape(info.shape))
 
 
-def _of_experts(info: ParamInfo) -> bool:
-    return info.axes[0] == "experts"
-
-
 def _share(config: ModelConfig, info: ParamInfo) -> float:
     """The share of a parameter that a token meets."""
-    if config.experts is None or not _of_experts(info):
-        return 1
-    return config.experts.chosen / config.experts.count
+    experts = config.experts if info.axes[0] == "experts" else None
+    return 1 if experts is None else experts.chosen / experts.count
 
 
 def _matmuls(config: ModelConfig, numbers: Callable[[ParamInfo], float]) -> tuple[int, int]:
@@ -178,25 +172,11 @@ def _matmuls(config: ModelConfig, numbers: Callable[[ParamInfo], float]) -> tupl
     return sum(sizes.values()), tables[0]
 
 
-def _context_feed(setup: Setup, context: int, reserve: int, question: int = QUESTION) -> Feed:
+def context_feed(setup: Setup, context: int, reserve: int, question: int = QUESTION) -> Feed:
     """One row of `context` tokens, as the engine passes it to the method."""
-    shards = setup.mesh.shape["seq"]
-    return Feed(
-        "context",
-        setup.chunk,
-        context=[range(context)],
-        question=[range(question)] if setup.method.info.needs_question else None,
-        slots=capacity.slots_for(context, reserve, shards),
-        shards=shards,
-        vocab_size=context,
-    )
-
-
-def context_segments(
-    setup: Setup, context: int, reserve: int, question: int = QUESTION
-) -> Iterator[Segment]:
-    """The segments of one row, for a question of that many tokens."""
-    return iter(setup.method.segments(_context_feed(setup, context, reserve, question)))
+    slots = capacity.slots_for(context, reserve, setup.mesh.shape["seq"])
+    asked = [range(question)] if setup.method.info.needs_question else None
+    return setup.feed("context", slots, context=[range(context)], question=asked)
 
 
 def prefill_work(
@@ -389,7 +369,7 @@ def row_work(
 ) -> tuple[PrefillWork, int, bool]:
     """One row's work, its number of segments, and whether they are spread over the shards."""
     method, shards = setup.method, setup.mesh.shape["seq"]
-    feed = _context_feed(setup, context, reserve, question)
+    feed = context_feed(setup, context, reserve, question)
     segment = next(iter(method.segments(feed)), None)
     if segment is None:
         return PrefillWork(0, 0), 0, False

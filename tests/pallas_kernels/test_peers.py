@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_longctx.sharding import make_mesh
 from pallas_kernels import peers
-from pallas_kernels.peers import row_matmul_over
+from pallas_kernels.peers import gather_over, row_matmul_over, sum_over
 from pallas_kernels.quantised_matrix import QuantisedMatrix, floats_of, quantise_matrix
 from tests.drawing import normal
 
@@ -50,9 +50,10 @@ def test_sums_and_gathers_again_and_again_have_the_same_bits_on_all():
 
         def turn(_, x):
             for place, (rows, width) in enumerate(SHAPES):
-                part = peers.sum(x[0, :rows, :width] / 2, place)
+                part = sum_over(AXES, x[0, :rows, :width] / 2, {AXES: peers}, place)
                 x = x.at[0, :rows, :width].set(part)
-            every = peers.gather(x[0, :1, :256].astype(jnp.bfloat16), 1)
+            halves = x[0, :1, :256].astype(jnp.bfloat16)
+            every = gather_over(*AXES, halves, {AXES: peers}, 1)
             return x.at[0, 1, :512].set(every.reshape(-1).astype(x.dtype))
 
         return jax.lax.fori_loop(0, TURNS, turn, x)[0]

@@ -19,7 +19,7 @@ from jax_longctx.caches import (
 )
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full
-from jax_longctx.sharding import logical_spec, make_mesh, tree_specs
+from jax_longctx.sharding import logical_spec, make_mesh, on_devices, tree_specs
 from pallas_kernels.plane import Plane, written
 from tests.jax_longctx.methods.selecting import layer_shape
 from tests.support import tiny_config
@@ -66,7 +66,7 @@ def compiled(setup, function, in_specs, out_specs):
     def local(*arrays):
         return function(*arrays, setup.layer_context(setup.layer(0), jnp.zeros((1,), jnp.int32)))
 
-    return jax.jit(setup.shard_map(local, in_specs, out_specs))
+    return jax.jit(on_devices(setup.mesh, local, in_specs, out_specs))
 
 
 def random_arrays(batch, tokens, seed=0):
