@@ -144,7 +144,8 @@ class Setup:
         heads = config.num_heads + 2 * config.num_kv_heads
         # Hidden states in float32; queries, keys and values, or outputs and log-sum-exps.
         row = max(config.model_dim, heads * (config.head_dim + 4))
-        groups = {axes, *[("seq",)] * ("seq" in axes)}
+        # In one order, so that a stored program is found again.
+        groups = sorted({axes, ("seq",)} if "seq" in axes else {axes})
         return meet(mesh, groups, -(-rows // mesh.shape["data"]) * row, PLACES)
 
     def products(self, rows: int, peers: AllPeers) -> Products:

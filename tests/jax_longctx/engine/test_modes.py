@@ -4,10 +4,12 @@ The host calls a layer's program for each layer, or a program loops over the lay
 (`Setup.by_layer`). The loop reads joined weights, so its sums may differ in their last bits.
 """
 
+from unittest.mock import create_autospec
+
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling
+from jax_longctx.engine import Sampling, setup
 from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.engine.setup import Setup
@@ -127,3 +129,15 @@ def test_products_of_few_rows_are_for_gpus(monkeypatch):
     assert isinstance(two.products(MAX_ROWS, {}), FewRows)
     rows = tiny_engine(mesh=make_mesh(2, 1, 1)).setup
     assert isinstance(rows.products(2 * MAX_ROWS, {}), FewRows)
+
+
+def test_peers_meet_in_one_order_in_every_process(monkeypatch):
+    """Else a program that one process has stored would be another's in the next."""
+    monkeypatch.setattr("jax_longctx.engine.setup._platform", lambda mesh: "gpu")
+    met = create_autospec(setup.meet, return_value={})
+    monkeypatch.setattr(setup, "meet", met)
+    for sizes, axes in [((1, 2, 2), [("seq",), ("tensor", "seq")]), ((2, 1, 2), [("tensor",)])]:
+        tiny_engine(mesh=make_mesh(*sizes)).setup.peers(1)
+        assert met.call_args.args[1] == axes
+    met.reset_mock()
+    assert not tiny_engine(mesh=make_mesh(2, 1, 2)).setup.peers(2 * MAX_ROWS + 1) and not met.called
