@@ -475,13 +475,11 @@ class ReplicaChoice:
         self.check(model)
         from jax_longctx.replicas import Replicas
 
-        opened = functools.partial(_open, model, method, how)
+        def opened() -> "LongContext":
+            """The model, in a process of its own."""
+            return model.open(Terminal(), method, **how)
+
         return Replicas(self.replicas, opened, model.run.mesh, self.address)
-
-
-def _open(model: ModelChoice, method: MethodChoice | None, how: dict[str, Any]) -> "LongContext":
-    """The model, in a process of its own."""
-    return model.open(Terminal(), method, **how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

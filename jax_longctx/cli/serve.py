@@ -256,27 +256,25 @@ def serve(
             f"everyone who reaches {listening.host} could ask; give --api-key-file, or --no-key to "
             f"allow it"
         )
+    asked = _Asked(model, method, listening, limits, keys)
     if replicas.replicas is not None:
-        _serve_replicas(terminal, replicas, model, method, listening, limits, keys)
+        _serve_replicas(terminal, replicas, asked)
         return
     if limits.contexts is None and process.number() is not None:
         raise InputError(
             "a server of several processes needs --contexts DIR, a folder that all of them see"
         )
 
-    def given_of(loaded: "LongContext", temporary: Path | None = None) -> "ServeOptions":
-        return _options(loaded, model.checkpoint, listening, limits, keys, temporary)
-
     def sizes(loaded: "LongContext") -> dict[str, Any]:
         whole = limits.length or loaded.config.trained_length
         return {"context": whole, "batch": limits.rows, "divide": {"data": 1}}
 
-    loaded = model.open(terminal, method, check=given_of, sizes=sizes)
+    loaded = model.open(terminal, method, check=asked.options, sizes=sizes)
     temporary = None
     if limits.contexts is None and process.is_leader():
         temporary = Path(tempfile.mkdtemp(prefix="jax-longctx-contexts-"))
     try:
-        given = given_of(loaded, temporary)
+        given = asked.options(loaded, temporary)
         if process.is_leader():
             _lead(terminal, loaded, given, listening, temporary)
         else:
@@ -289,58 +287,80 @@ def serve(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _options(
-    loaded: "LongContext",
-    checkpoint: Path,
-    listening: Listening,
-    limits: Limits,
-    keys: list[bytes],
-    temporary: Path | None,
-) -> "ServeOptions":
-    from jax_longctx.serving.prompts import Lengths
-    from jax_longctx.serving.schema import Sampled
-    from jax_longctx.serving.server import ServeOptions
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What the command was given; a replica gets it whole."""
 
-    memory = limits.context_memory
-    whole = limits.length or loaded.config.trained_length
-    most = min(1024, max(1, whole // 2))
-    ready_for = limits.ready_for
-    if ready_for is None:
-        ready_for = limits.share_from if loaded.compiles_ahead else 0
-    elif ready_for and process.number() is not None:
-        raise InputError("--ready-for is for a server of one process; leave it out")
-    own = listening.sampling_defaults == "model"
-    return ServeOptions(
-        name=listening.name or checkpoint.resolve().name,
-        contexts=limits.contexts or temporary or Path(os.devnull),
-        lengths=Lengths(
-            whole=whole,
-            question=limits.max_question or most,
-            answer=limits.max_tokens or most,
-            share_from=limits.share_from,
-        ),
-        access=_access(listening, keys),
-        sampled=Sampled.of_model(loaded.tokenizer.generation if own else {}),
-        context_bytes=None if memory is None else max(1, int(memory * 2**30)),
-        grace=listening.grace,
-        ready_for=ready_for,
-        **{name: getattr(limits, name) for name in SAME},
-    )
+    model: options.ModelChoice
+    method: options.MethodChoice
+    listening: Listening
+    limits: Limits
+    keys: list[bytes]
 
+    @property
+    def name(self) -> str:
+        """Of the model, for clients."""
+        return self.listening.name or self.model.checkpoint.resolve().name
 
-def _access(listening: Listening, keys: list[bytes]) -> "Access":
-    from jax_longctx.serving.doors import Access
+    def options(
+        self, loaded: "LongContext", temporary: Path | None = None, **more: Any
+    ) -> "ServeOptions":
+        """The server's options; of a folder for contexts that is `temporary`, and `more`."""
+        from jax_longctx.serving.prompts import Lengths
+        from jax_longctx.serving.schema import Sampled
+        from jax_longctx.serving.server import ServeOptions
 
-    return Access(
-        keys=keys,
-        hosts=None if listening.no_key else [listening.host.lower()],
-        origins=[origin.lower().rstrip("/") for origin in listening.allow_origin or ()],
-        beside=[url.rstrip("/") for url in listening.beside or ()],
-        files_under=listening.files_under,
-        body=listening.max_body * MIB,
-        bodies=4 * listening.max_body * MIB,
-        seconds=listening.timeout,
-    )
+        limits = self.limits
+        memory, ready_for = limits.context_memory, limits.ready_for
+        whole = limits.length or loaded.config.trained_length
+        most = min(1024, max(1, whole // 2))
+        if ready_for is None:
+            ready_for = limits.share_from if loaded.compiles_ahead else 0
+        elif ready_for and process.number() is not None:
+            raise InputError("--ready-for is for a server of one process; leave it out")
+        own = self.listening.sampling_defaults == "model"
+        return ServeOptions(
+            name=self.name,
+            contexts=limits.contexts or temporary or Path(os.devnull),
+            lengths=Lengths(
+                whole=whole,
+                question=limits.max_question or most,
+                answer=limits.max_tokens or most,
+                share_from=limits.share_from,
+            ),
+            access=self.access,
+            sampled=Sampled.of_model(loaded.tokenizer.generation if own else {}),
+            context_bytes=None if memory is None else max(1, int(memory * 2**30)),
+            grace=self.listening.grace,
+            ready_for=ready_for,
+            **{name: getattr(limits, name) for name in SAME},
+            **more,
+        )
+
+    @property
+    def access(self) -> "Access":
+        """Who may ask, and how much."""
+        from jax_longctx.serving.doors import Access
+
+        listening = self.listening
+        return Access(
+            keys=self.keys,
+            hosts=None if listening.no_key else [listening.host.lower()],
+            origins=[origin.lower().rstrip("/") for origin in listening.allow_origin or ()],
+            beside=[url.rstrip("/") for url in listening.beside or ()],
+            files_under=listening.files_under,
+            body=listening.max_body * MIB,
+            bodies=4 * listening.max_body * MIB,
+            seconds=listening.timeout,
+        )
+
+    def replica(self) -> "LongServer":
+        """The server of a replica, in its process."""
+        from jax_longctx.serving.server import LongServer
+
+        loaded = self.model.open(Terminal(), self.method, check=self.options)
+        given = self.options(loaded, common=True)
+        return LongServer(loaded, given, crashed=functools.partial(_crashed, None))
 
 
 def _lead(
@@ -385,21 +405,15 @@ def _lead(
         raise KeyboardInterrupt
 
 
-def _serve_replicas(
-    terminal: Terminal,
-    replicas: Replicas,
-    model: options.ModelChoice,
-    method: options.MethodChoice,
-    listening: Listening,
-    limits: Limits,
-    keys: list[bytes],
-) -> None:
+def _serve_replicas(terminal: Terminal, replicas: Replicas, asked: _Asked) -> None:
     """Serves by replicas until SIGTERM or Ctrl-C; answers that have begun finish."""
+    model, listening, limits = asked.model, asked.listening, asked.limits
     replicas.check(model)
     if limits.contexts is None:
         raise InputError("--replicas needs --contexts DIR, a folder that all see")
     limits = dataclasses.replace(limits, contexts=limits.contexts.absolute())
     model = dataclasses.replace(model, checkpoint=model.checkpoint.absolute())
+    asked = dataclasses.replace(asked, model=model, limits=limits)
     least, everywhere = replicas.replicas or 0, replicas.address is not None
     most = replicas.max_replicas or least
     with contextlib.ExitStack() as held:
@@ -422,13 +436,10 @@ def _serve_replicas(
         }
         where: dict[str, Any] = {"proxy_location": "EveryNode" if everywhere else "HeadOnly"}
         where["http_options"] = {"host": host, "port": port}
-        opened = functools.partial(_replica, model, method, listening, limits, keys)
         with terminal.waiting(f"starting {least} replicas"):
-            access = _access(listening, keys)
-            held.enter_context(running(opened, access, engines, **where))
+            held.enter_context(running(asked.replica, asked.access, engines, **where))
         terminal.note(
-            f"serving {listening.name or model.checkpoint.resolve().name} on "
-            f"http://{host}:{port}/v1, by {least} replicas; Ctrl-C ends it"
+            f"serving {asked.name} on http://{host}:{port}/v1, by {least} replicas; Ctrl-C ends it"
         )
         heard = list[int]()
         signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
@@ -438,24 +449,6 @@ def _serve_replicas(
                 time.sleep(0.1)
     if caught.pressed is not None:
         raise KeyboardInterrupt
-
-
-def _replica(
-    model: options.ModelChoice,
-    method: options.MethodChoice,
-    listening: Listening,
-    limits: Limits,
-    keys: list[bytes],
-) -> "LongServer":
-    """The server of a replica, in its process."""
-    from jax_longctx.serving.server import LongServer
-
-    def given_of(loaded: "LongContext") -> "ServeOptions":
-        given = _options(loaded, model.checkpoint, listening, limits, keys, None)
-        return dataclasses.replace(given, common=True)
-
-    loaded = model.open(Terminal(), method, check=given_of)
-    return LongServer(loaded, given_of(loaded), crashed=functools.partial(_crashed, None))
 
 
 @contextlib.contextmanager

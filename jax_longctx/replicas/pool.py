@@ -61,8 +61,11 @@ class Replicas:
     def ask[T](self, what: Callable[[Any], T]) -> T:
         """What a replica that ends then says of the model. Raises the LongctxError of `what`."""
         # A worker that stays would keep its devices.
-        task = self._ray.remote(max_calls=1, **self._devices)(_asked)
-        return _raised(self._ray.get(task.remote(self._opened, what)))
+        task = self._ray.remote(max_calls=1, **self._devices)(lambda open: what(open()))
+        try:
+            return self._ray.get(task.remote(self._opened))
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from error
 
     def spread(
         self,
@@ -111,7 +114,7 @@ class Replicas:
     def _round(
         self, make: Callable[[Any], Work], shares: Sequence[Share], each: int
     ) -> Iterator[Any]:
-        """The number of a share with one result in a list, or with none at its end.
+        """The number of a share with one result in a tuple, or with none at its end.
 
         A replica has `each` shares at a time and works on one.
 
@@ -151,34 +154,25 @@ class _Replica:
         self.work = make(open())
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        for item in batch["item"]:
-            place, share = pickle.loads(item)
-            for found in self._results(share):
-                yield {"item": [pickle.dumps((place, found))]}
+        place, share = pickle.loads(batch["item"][0])
 
-    def _results(self, share: Share) -> Iterator[list[Any]]:
+        def told(*found: Any) -> dict[str, Any]:
+            return {"item": [pickle.dumps((place, found))]}
+
         try:
-            for found in self.work(share):
-                yield [found]
+            yield from map(told, self.work(share))
         except LongctxError as error:
-            yield [error]
+            yield told(error)
         except Exception:
             # A fault ends the command; only a replica that ends is another's work.
-            yield [RuntimeError(traceback.format_exc())]
-        yield []
+            yield told(RuntimeError(traceback.format_exc()))
+        yield told()
 
 
 def _opened(folder: str, open: Callable[[], Any]) -> Any:
     with file_errors(f"{folder} is not on this node", "run in a folder that all nodes see"):
         os.chdir(folder)
     return open()
-
-
-def _asked(open: Callable[[], Any], what: Callable[[Any], Any]) -> Any:
-    try:
-        return what(open())
-    except LongctxError as error:
-        return error
 
 
 def _raised(value: Any) -> Any:
