@@ -96,6 +96,8 @@ def test_kinds_of_keys_and_values_words_of_one_and_of_many_and_labels():
     assert first in ADJECTIVES and second in NOUNS
     single, several = drawn("niah_single_2")[1][0], drawn("niah_multiquery", queries=2)[1][0]
     assert single.query.startswith("\n\nWhich secret number is assigned to ")
+    assert ": one number will be asked for at the end" in single.context
+    assert ": several of them will be asked for at the end" in several.context
     asked = " and ".join(several.meta["keys"])
     assert several.query == f"\n\nWhich secret numbers are assigned to {asked} in the text above?"
     assert len(several.outputs) == 2
