@@ -290,12 +290,17 @@ def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch, owner, nam
     assert not isinstance(caught.value, DamagedError) and AGAIN not in str(caught.value)
 
 
-def test_arrays_without_checksums_are_refused(tmp_path, monkeypatch):
-    """As Orbax writes them unless it is told."""
+def test_arrays_without_checksums_or_a_chunk_are_refused(tmp_path, monkeypatch):
+    """Orbax writes no checksums unless it is told."""
     monkeypatch.setattr(storage, "CHECKSUM", {"name": "zstd"})
     save_arrays(tmp_path, {"a": jnp.ones(3)})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="is damaged: a has no checksums; do"):
+        storage.load_arrays(tmp_path, wanted_of(a=jnp.ones(3)), "do")
+    save_arrays(tmp_path, {"a": jnp.ones(3)})
+    base = {"driver": "file", "path": f"{tmp_path}/state/"}
+    del ts.KvStore.open({"driver": "ocdbt", "base": base}).result()["a/c/0"]
+    with pytest.raises(DamagedError, match="is damaged"):
         storage.load_arrays(tmp_path, wanted_of(a=jnp.ones(3)), "do")
 
 
