@@ -241,9 +241,12 @@ def _run(
     check_folder(output, "--output")
     model = _open(config, terminal, replicas)
     with terminal.progress("evaluating", "rows") as update:
+        told = False
 
         def show(progress: "EvalProgress") -> None:
-            if progress.before and not progress.done:
+            nonlocal told
+            if progress.before and not told:
+                told = True
                 terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
             update(progress.done, progress.total - progress.before, progress.doing)
 
