@@ -89,9 +89,7 @@ def byte_level(vocabulary: Vocabulary, merges: Sequence[str], split: Split) -> T
     return _finish(tokenizer, vocabulary)
 
 
-def sentencepiece(
-    vocabulary: Vocabulary, scores: Sequence[float], *, prefix: bool = True
-) -> Tokenizer:
+def sentencepiece(vocabulary: Vocabulary, scores: Sequence[float], *, prefix: bool) -> Tokenizer:
     """Sentencepiece BPE; with `prefix`, a space is put before each text."""
     ids = vocabulary.ids
     unknown = vocabulary.of_kind(UNKNOWN)
