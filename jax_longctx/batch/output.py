@@ -31,7 +31,7 @@ def files_of(output: Path) -> list[Path]:
 
 
 def check_complete(
-    output: Path, given: Mapping[str, Any], free: tuple[str, ...] = ()
+    output: Path, given: Mapping[str, Any], free: tuple[str, ...]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows of a finished output, and what its origin's file holds.
 

@@ -146,7 +146,7 @@ def _options(
     )
 
 
-def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, field: Any, panel: str | None) -> inspect.Parameter:
     """A keyword parameter for typer. One that is no `option` or `argument` stays unchanged."""
     if isinstance(field, dataclasses.Field):
         # What Python gives as an object, as a mesh, is text here.

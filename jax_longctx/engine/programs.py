@@ -106,7 +106,7 @@ def list_context(setup: Setup, params: Any, lengths: Lengths, question: int) -> 
 
 
 def list_question(
-    setup: Setup, params: Any, context: Context, question: int, answer: int, *, keep: bool = True
+    setup: Setup, params: Any, context: Context, question: int, answer: int, *, keep: bool
 ) -> tuple[Live, Any]:
     """Calls the programs that read a question; the answer's caches, and its first logits."""
     live, info = Live(context.usable_caches()), setup.method.info

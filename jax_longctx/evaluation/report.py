@@ -49,9 +49,7 @@ class Section:
         return self.title.lower().replace(" ", "-").replace("'", "")
 
 
-def make_sections(
-    rows: Sequence[Row], summary: Summary, published: Sequence[str] = ()
-) -> list[Section]:
+def make_sections(rows: Sequence[Row], summary: Summary, published: Sequence[str]) -> list[Section]:
     """The sections that are not empty; `published` names papers whose results are shown."""
     scores = [score_table(group, summary) for group in summary.groups]
     fronts = [plot for group in summary.groups if (plot := pareto(group)) is not None]

@@ -89,7 +89,7 @@ def ada_kv(
 def ada_tokens(
     scores: Float[Array, "B K S"],
     count: Int[Array, " B"],
-    norms: Float[Array, "B K S"] | None = None,
+    norms: Float[Array, "B K S"] | None,
 ) -> Bool[Array, "B K S"]:
     """Which tokens stay where the kv heads of a layer share `count` tokens for each of them.
 

@@ -25,7 +25,7 @@ QUESTION = "\n\nWhat is the pass key?"
 
 
 def hide_key(
-    haystack: Haystack, draw: random.Random, *, tokens: int, depth: float, head: str = ""
+    haystack: Haystack, draw: random.Random, *, tokens: int, depth: float, head: str
 ) -> tuple[str, Fitted]:
     """A random key, and a text of at most `tokens` tokens from a random place on that hides it."""
     key = str(draw.randint(10_000, 99_999))
