@@ -112,6 +112,7 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, mon
         ((*RUN[:2], *RUN[4:], "-o", "x"), "no model given; name one with --checkpoint"),
         ((*RUN, "-m", "snapkv:budget=many", "-o", "x"), "expected a whole number"),
         ((*RUN, "-t", "smal", "-o", "x"), "did you mean 'small'"),
+        ((*RUN, "-t", "longbench:file=none.jsonl", "-o", "x"), "none.jsonl cannot be"),
         ((*RUN[:-1], "0", "-o", "x"), "trials of at least 1"),
     ]:
         refused(run(*args), message)
