@@ -18,8 +18,9 @@ outside of this module knows the layout. `SlotLayout` has what is done to whole 
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from jax_longctx.models.rope import RopeConfig
 from jax_longctx.settings import Reading
 from pallas_kernels.common import Scale
 from pallas_kernels.dispatch import platform
-from pallas_kernels.peers import AllPeers, gather_over, sum_over
+from pallas_kernels.peers import Exchanges
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
@@ -213,8 +214,7 @@ class LayerContext:
       divided: whether the slots are divided over the shards; if not, each shard has all of them.
       output: in `attend`, but not of a decode step, the layer's output projection of this shard's
         heads, where the method `wants_output`.
-      peers: what few numbers go through to the other shards.
-      places: the places of `peers` that are left.
+      exchanges: what few numbers go through to the other shards.
       reading: in `attend` of a text, how earlier keys are read; None for all of them.
     """
 
@@ -226,10 +226,7 @@ class LayerContext:
     sinks: Float[Array, " N"] | None = None
     divided: bool = True
     output: Float[Array, "N H D"] | None = None
-    peers: AllPeers = dataclasses.field(default_factory=dict)
-    places: Iterator[int] = dataclasses.field(
-        default_factory=lambda: iter(range(len(WEIGHT_PLACES), PLACES)), compare=False
-    )
+    exchanges: Exchanges = dataclasses.field(default_factory=lambda: Exchanges({}), compare=False)
     reading: Reading | None = None
 
     def undivided(self) -> "LayerContext":
@@ -303,7 +300,7 @@ class LayerContext:
 
     def psum_heads(self, x: Array) -> Array:
         """Sum over the shards of the heads; `x` is each shard's sum over its own heads."""
-        return sum_over(("tensor",), x, self.peers, next(self.places, None))
+        return self.exchanges.sum(("tensor",), x)
 
     def gather_heads(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the heads."""
@@ -339,7 +336,7 @@ class LayerContext:
         """Sum over the shards of the slots."""
         if self.seq_size == 1:
             return x
-        return sum_over(("seq",), x, self.peers, next(self.places, None))
+        return self.exchanges.sum(("seq",), x)
 
     def pmax_seq(self, x: Array) -> Array:
         """Maximum over the shards of the slots."""
@@ -352,7 +349,8 @@ class LayerContext:
         """
         if self.seq_size == 1:
             return x
-        every, axis = jnp.moveaxis(self._gathered(x), 0, axis % x.ndim), axis % x.ndim
+        axis %= x.ndim
+        every = jnp.moveaxis(self.exchanges.gather("seq", x), 0, axis)
         return every.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     @property
@@ -377,11 +375,10 @@ class LayerContext:
         if self.seq_size == 1:
             return out, lse
         _, times = merge_cost(lse.size, out.shape[-1], out.dtype.itemsize, self.seq_size)
-        return by_sum(out, lse) if times > 1 else by_gather(out, lse, self._gathered)
-
-    def _gathered(self, x: Array) -> Array:
-        """[S, ...] of all shards of the slots."""
-        return gather_over("seq", x, self.peers, next(self.places, None))
+        if times > 1:
+            return by_sum(out, lse)
+        gather = functools.partial(self.exchanges.gather, "seq", in_result=True)
+        return by_gather(out, lse, gather)
 
 
 def rope_angles(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.contract import QKV, Segment
+from jax_longctx.contract import PLACES, QKV, WEIGHT_PLACES, Segment
 from jax_longctx.contract.merging import with_sinks
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
@@ -48,7 +48,7 @@ from jax_longctx.sharding import (
     tree_specs,
     weight_spec,
 )
-from pallas_kernels.peers import AllPeers
+from pallas_kernels.peers import AllPeers, Exchanges
 from pallas_kernels.plane import Plane, is_plane, put, written
 from pallas_kernels.quantised_matrix import floats_of
 
@@ -219,8 +219,11 @@ class LayerPass:
         sinks, output, peers = others
         ctx = self.setup.layer_context(self.layer, total)
         reading = self.setup.reading if segment.role == "context" else None
-        ctx = dataclasses.replace(ctx, sinks=sinks, output=output, peers=peers, reading=reading)
+        exchanges = Exchanges(peers, new[0], range(len(WEIGHT_PLACES), PLACES))
+        given: Any = dict(sinks=sinks, output=output, exchanges=exchanges, reading=reading)
+        ctx = dataclasses.replace(ctx, **given)
         (out, lse), after = self.layer.method.attend(new, cache, segment, ctx)
+        out = exchanges.done(out)
         if sinks is not None:
             out = with_sinks(out, lse, sinks)
         olds, structure = jax.tree.flatten(cache, is_leaf=is_plane)

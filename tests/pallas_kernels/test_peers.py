@@ -94,6 +94,30 @@ def test_products_of_few_rows(form, rows):
     np.testing.assert_allclose(found[0], expected, atol=close * np.max(np.abs(expected)))
 
 
+def test_exchanges_of_a_layer_wait_for_one_another(monkeypatch):
+    made = []
+
+    def sum_over(axes, x, peers, place, after=None):
+        made.append((place, after))
+        return x + 1
+
+    monkeypatch.setattr(peers, "sum_over", sum_over)
+    queries = jnp.zeros(4)
+    some = peers.Peers(AXES, jnp.zeros(4, jnp.int32), jnp.zeros((3, 2), jnp.int32), 512)
+    exchanges = peers.Exchanges({AXES: some}, queries, range(3, 9))
+    assert exchanges.done(queries) is queries
+    first = exchanges.sum(AXES, queries)
+    # Outside of a branch nothing waits for what is made there.
+    jax.lax.cond(first[0] > 0, lambda: exchanges.sum(AXES, first), lambda: first)
+    second = exchanges.sum(AXES, first)
+    assert [place for place, _ in made] == [3, None, 4]
+    assert made[0][1] is queries and made[1][1] is None and made[2][1] is first
+    # The result depends on the last, whatever it has but a NaN.
+    np.testing.assert_array_equal(exchanges.done(queries), queries)
+    exchanges.sum(AXES, second * jnp.nan)
+    assert np.isnan(exchanges.done(queries)).all()
+
+
 def test_devices_that_are_no_peers():
     mesh = make_mesh(tensor=2)
     assert "2 devices on cpu" in (peers.unsupported(mesh) or "")

@@ -121,6 +121,17 @@ def collectives(program, name):
     return {kind: found.count(kind) for kind in sorted(set(found))}
 
 
+def side_by_side(program, name):
+    """Kernels of a computation that exchange numbers, and do not wait for the one before."""
+    before, last, found = {}, None, []
+    for number, each in program[name].instructions.items():
+        before[number] = set(each.operands).union(*(before.get(one, ()) for one in each.operands))
+        if each.operation == "custom-call" and "peer_" in each.attributes:
+            found += [] if last is None or last in before[number] else [number]
+            last = number
+    return found
+
+
 def unfused(program):
     """The instructions whose results are in memory: those outside of fusions."""
     inner = {
@@ -327,6 +338,9 @@ def main(methods):
                 "name": used.name,
                 "kernels": [kernels(program, body) for body in layer_loops(program, turns)],
                 "collectives": [collectives(program, body) for body in layer_loops(program, turns)],
+                "side by side": [
+                    side_by_side(program, body) for body in layer_loops(program, turns)
+                ],
                 "copies": list(copies(program, sizes)),
                 "gathers": sorted(gathers(program)),
                 "temporaries": compiled.memory_analysis().temp_size_in_bytes,
