@@ -139,7 +139,7 @@ def _sharing(
     def share(given: Share) -> Iterator[Any]:
         item, number, of = given
         leader = _Leader(about, source, Path(), options, None, False, False, model)
-        leader.ready, leader.parts, leader.created = item["ready"], item["parts"], item["created"]
+        leader.ready, leader.parts, leader.created = item["ready"], item["parts"], about["created"]
         leader.journal = journal = Unwritten(Path())
         work = leader.window([*leader.reader().read(item["runs"])], item["kept"])
         for _, entries in work_share(work, compute, journal, number, of):
@@ -298,12 +298,12 @@ class _Leader:
                 item: dict[str, Any] = {"runs": runs_of(some), "kept": kept & here}
                 item["ready"] = dict.fromkeys(here & self.ready.keys())
                 item["parts"] = {row: self.parts[row] for row in here & self.parts.keys()}
-                items.append(item | {"created": self.created})
+                items.append(item)
         # Few windows are read more than once, so that all replicas have work. A row whose questions
         # are in several batches is one replica's.
         most = 1 if self.about["split"] else batches
         of = min(most, -(-SHARES * replicas.count // max(len(items), 1)))
-        about = {**self.about, "memory": self.memory}
+        about = {**self.about, "memory": self.memory, "created": self.created}
         make = functools.partial(_sharing, about, self.source, self.options)
         self._write()
         shared = replicas.spread(make, items, of=of, most=most, left=self._unanswered)

@@ -93,10 +93,12 @@ class Replicas:
             # A share that waits at a replica ends with it. In the last round none waits.
             waiting = int(number + 1 < ROUNDS)
             for place, found in self._round(make, shares, 1 + waiting):
-                if found:
-                    yield _raised(found[0])
-                else:
+                if not found:
                     del open[place]
+                elif isinstance(found[0], Exception):
+                    raise found[0]
+                else:
+                    yield found[0]
             shares = [
                 (item, number + part * of, more * of)
                 for item, number, _ in open.values()
@@ -116,9 +118,8 @@ class Replicas:
     ) -> Iterator[Any]:
         """The number of a share with one result in a tuple, or with none at its end.
 
-        A replica has `each` shares at a time and works on one.
-
-        Shares whose replica ends each time have no end.
+        A replica has `each` shares at a time and works on one. Shares whose replica ends each time
+        have no end.
         """
         data: Any = importlib.import_module("ray.data")
         # It would print a traceback for each replica that ends.
@@ -131,7 +132,6 @@ class Replicas:
             return
         rows = [{"item": pickle.dumps(share)} for share in enumerate(shares)]
         size = min(self.count, len(rows))
-        how = {"fn_constructor_args": (self._opened, make), **self._devices}
         with warnings.catch_warnings():
             # Ray 2.60 deprecates `max_task_retries` here, and has no other place for it yet.
             warnings.simplefilter("ignore")
@@ -141,7 +141,8 @@ class Replicas:
                 compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=each),
                 max_restarts=-1,
                 max_task_retries=RETRIES,
-                **how,
+                fn_constructor_args=(self._opened, make),
+                **self._devices,
             )
         for row in found.iter_rows():
             yield pickle.loads(row["item"])
@@ -173,9 +174,3 @@ def _opened(folder: str, open: Callable[[], Any]) -> Any:
     with file_errors(f"{folder} is not on this node", "run in a folder that all nodes see"):
         os.chdir(folder)
     return open()
-
-
-def _raised(value: Any) -> Any:
-    if isinstance(value, Exception):
-        raise value
-    return value

@@ -168,10 +168,9 @@ class Door:
         for name, metrics, _ in await self._told(request):
             for each in metrics:
                 own = [x._replace(labels={**x.labels, "replica": name}) for x in each.samples]
-                merged.setdefault(each.name, (each, []))[1].extend(own)
-        for each, samples in merged.values():
-            each.samples = samples
-        registry: Any = SimpleNamespace(collect=lambda: [each for each, _ in merged.values()])
+                each.samples = []
+                merged.setdefault(each.name, each).samples += own
+        registry: Any = SimpleNamespace(collect=merged.values)
         page = prometheus_client.generate_latest(registry)
         return Response(page, media_type="text/plain; version=0.0.4")
 
