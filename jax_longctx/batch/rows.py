@@ -156,6 +156,7 @@ class RowReader:
 
     Attributes:
       path: of the input; paths in rows are relative to its folder, or to this one's for an address.
+      tokenizer, layout: None where lines are read, and no rows.
       under: the folder that files must be in, after resolving links; any folder if None.
       usual: how requests are answered that do not say it.
       forms: checks the forms of requests; None checks none.
@@ -163,8 +164,8 @@ class RowReader:
     """
 
     path: Path | str
-    tokenizer: Tokenizer
-    layout: PromptLayout
+    tokenizer: Tokenizer | None = None
+    layout: PromptLayout | None = None
     under: Path | None = None
     usual: Request = dataclasses.field(default_factory=Request)
     forms: Forms | None = None
@@ -254,6 +255,7 @@ class RowReader:
         unknown = sorted(set(fields) - set(KEYS))
         if unknown:
             raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
+        assert self.tokenizer is not None and self.layout is not None
         encode, given = self.tokenizer.encode, {key for key in fields if key != "id"}
         if given == {"prompt"}:
             # As in `generate`: the last token is the question.
@@ -290,6 +292,7 @@ class RowReader:
                 raise InputError(f"messages has {each!r:.80}; expected {expected}")
         if messages[-1]["role"] != "user":
             raise InputError("the last of messages is not the user's; end them with the question")
+        assert self.tokenizer is not None
         if not self.tokenizer.has_chat:
             raise InputError(
                 "messages need a chat template, and this checkpoint has none; give prompt, or take "

@@ -279,7 +279,7 @@ class _Leader:
         """Reads the input; with replicas its lines alone."""
         under = self.options.files_under
         folder = None if under is None else Path(under)
-        how: dict[str, Any] = {"tokenizer": None, "layout": None, "note": self.note}
+        how: dict[str, Any] = {"note": self.note}
         if not isinstance(self.model, Replicas):
             how |= {"tokenizer": self.model.tokenizer, "forms": self.model.forms}
             how["layout"] = self.model.layout(self.options.chat)
