@@ -71,8 +71,17 @@ def read_as_written(cache: Any) -> Any:
     XLA on CPU would write once more inside fusions that read, and keep the old cache for it: the
     barrier holds them apart. A GPU's programs have none: they would copy one layer's part of a
     stack for it, where cuBLAS takes its address.
+
+    Of a plane it is the layer's part. What lies in 8 bits stays in its planes on a GPU: blocks of
+    it are read in loops, before which XLA would copy the part.
     """
-    return cache if platform() == "gpu" else jax.lax.optimization_barrier(cache)
+    if platform() != "gpu":
+        return jax.lax.optimization_barrier(part_of(cache))
+
+    def read(x: Any) -> Any:
+        return x if isinstance(x, Coded) else part_of(x)
+
+    return jax.tree.map(read, cache, is_leaf=lambda x: isinstance(x, Coded | Plane))
 
 
 def select(

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, Scale, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import Plane
 from pallas_kernels.quantised import Quantised
 
 # Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.
@@ -52,7 +52,7 @@ def decode_attention(
         implementation,
         dispatch.shape_class(q, k, v, window=window and window.size),
         scale,
-        xla=xla.decode_attention,
+        xla=dispatch.Kernel(xla.decode_attention, None, planes=True),
         gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k, v)),
         tpu=dispatch.Kernel(
             tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True, caps=True
@@ -99,7 +99,7 @@ def decode_logits(
 ) -> Float[Array, "B N S"]:
     """scale q.k in float32 below lengths[b]; -inf for the other slots, whatever they hold."""
     check_heads("decode_logits", q, k)
-    return xla.decode_logits(q, part_of(k), lengths, scale=scale)
+    return xla.decode_logits(q, k, lengths, scale=scale)
 
 
 def weighted_values(weights: Float[Array, "B N S"], v: AnyCache) -> Float[Array, "B N H"]:
@@ -108,7 +108,7 @@ def weighted_values(weights: Float[Array, "B N S"], v: AnyCache) -> Float[Array,
     Args:
       weights: float32, 0 where the value may be anything finite.
     """
-    return xla.weighted_values(weights, part_of(v))
+    return xla.weighted_values(weights, v)
 
 
 def attend_with_logits(

@@ -22,6 +22,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.common import (
+    AnyCache,
     Attended,
     PerRow,
     Queries,
@@ -49,24 +50,24 @@ _FLOAT_BYTES = 64 * 2**20
 
 def decode_attention(
     q: Queries,
-    k: Stored,
-    v: Stored,
+    k: AnyCache,
+    v: AnyCache,
     lengths: PerRow,
     *,
     scale: Scale,
     window: Window | None = None,
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b], within the window if there is one."""
-    k, v = read_as_written((k, v))
+    keys, values = read_as_written((k, v))
     slots_S = jnp.arange(k.shape[2])
     seen_BTS = (slots_S < lengths[:, None])[:, None]
     if window is not None:
         seen_BTS = seen_BTS & window.sees(slots_S, jnp.arange(q.shape[1]))
     longest = jnp.max(lengths)
 
-    scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale, longest)
+    scores_BKGTS = _scores(group_heads(q, k.shape[1]), keys, scale, longest)
     logits_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    out_BKGTH, lse_BKGT = _attend(logits_BKGTS, v, longest)
+    out_BKGTH, lse_BKGT = _attend(logits_BKGTS, values, longest)
     return ungroup_heads(out_BKGTH.astype(q.dtype)), ungroup_heads(lse_BKGT)
 
 
@@ -159,11 +160,12 @@ def _weighted_sum(
     return total_BKRH.reshape(*weights.shape[:4], v.shape[3])
 
 
-def weighted_values(weights: Float[Array, "B N S"], v: Stored) -> Float[Array, "B N H"]:
+def weighted_values(weights: Float[Array, "B N S"], v: AnyCache) -> Float[Array, "B N H"]:
     """The sum of the values times their weights, in float32."""
     (b, n, slots), (_, kv_heads, _, width) = weights.shape, v.shape
     grouped_BKGTS = weights.reshape(b, kv_heads, -1, 1, slots)
-    return _weighted_sum(grouped_BKGTS, v, slots).reshape(b, n, width)  # [B, K, G, 1, H]
+    out_BKG1H = _weighted_sum(grouped_BKGTS, read_as_written(v), slots)
+    return out_BKG1H.reshape(b, n, width)
 
 
 def _divisor(slots: int, block: int) -> int:
@@ -173,11 +175,11 @@ def _divisor(slots: int, block: int) -> int:
 
 
 def decode_logits(
-    q: Float[Array, "B 1 N H"], k: Stored, lengths: PerRow, *, scale: Scale
+    q: Float[Array, "B 1 N H"], k: AnyCache, lengths: PerRow, *, scale: Scale
 ) -> Float[Array, "B N S"]:
     """scale q.k of every head and slot, -inf at and beyond lengths[b]."""
-    k = read_as_written(k)
-    scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale, jnp.max(lengths))
+    keys = read_as_written(k)
+    scores_BKGTS = _scores(group_heads(q, k.shape[1]), keys, scale, jnp.max(lengths))
     scores_BNS = scores_BKGTS.reshape(q.shape[0], q.shape[2], k.shape[2])  # [B, K, G, 1, S]
     held_B1S = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None]
     return jnp.where(held_B1S, scores_BNS, -jnp.inf)

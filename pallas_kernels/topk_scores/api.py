@@ -73,7 +73,7 @@ def topk_scores(
         "topk_scores",
         implementation,
         f"{dispatch.shape_class(q, k)}, {count} best",
-        xla=xla.topk_scores,
+        xla=dispatch.Kernel(xla.topk_scores, None, planes=True),
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.topk_scores),
             lambda: gpu.unsupported(q, k, count),

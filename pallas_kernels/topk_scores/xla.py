@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import Bounds, PerQuery, Queries, Stored, block_of
+from pallas_kernels.common import AnyCache, Bounds, PerQuery, Queries, block_of
 from pallas_kernels.dispatch import platform, read_as_written
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.topk_scores.merge import tied_top_k
@@ -43,7 +43,7 @@ Best = tuple[Array, Array]
 
 def topk_scores(
     q: Queries,
-    k: Stored,
+    k: AnyCache,
     bounds: Bounds,
     tolerance: PerQuery,
     *,
@@ -89,7 +89,7 @@ def topk_scores(
     return values, indices
 
 
-def _blocks(q: Array, k: Stored) -> tuple[int, int]:
+def _blocks(q: Array, k: AnyCache) -> tuple[int, int]:
     """How many queries and keys pass at once: all of both where their scores are few."""
     b, queries, n, _ = q.shape
     slots = k.shape[2]
@@ -116,7 +116,7 @@ def _nothing(shape: tuple[int, ...]) -> Best:
 
 def _rank_keys(
     q: Float[Array, "B K R H"],
-    k: Stored,
+    k: AnyCache,
     bounds: Bounds,
     tolerance: Float[Array, "B K R"],
     count: int,

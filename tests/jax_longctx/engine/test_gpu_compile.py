@@ -76,6 +76,7 @@ STEPS: list[dict[str, tuple[int, int]]] = [
     {
         "full:gpu=a100:only=decode": (43, 10_943_488),
         "full:weights=int8:gpu=a100:only=decode": (46, 10_974_976),
+        "full:kv=int8:gpu=a100:context=131072:turn=4:only=decode": (151, 148_714_752),
         "quest:gpu=a100:only=decode": (142, 17_658_368),
         "quest:kv=int8:gpu=a100:only=decode": (151, 17_846_272),
         "reattention:gpu=a100:only=decode": (101, 40_604_160),
