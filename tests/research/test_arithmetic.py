@@ -1,7 +1,9 @@
 import random
 import re
 
-from research.arithmetic import row
+import pytest
+
+from research.arithmetic import right_steps, row
 
 
 def test_the_pattern_takes_the_sum_of_the_steps_alone():
@@ -13,3 +15,16 @@ def test_the_pattern_takes_the_sum_of_the_steps_alone():
     assert 0 <= right < 1000
     assert re.search(made["pattern"], f"Step 40: 1 + 1 = 2\n**Answer:** {right}")
     assert not re.search(made["pattern"], f"Answer: {right}0")
+    assert made["instruction"] == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("Step 1: 5 + 7 = 12\nStep 2: 12 - 2 = 10\nAnswer: 10", 100),
+        ("Step 1: 5 + 7 = 12\nStep 2: 12 - 2 = 100", 50),
+        ("Step 2: 12 - 2 = 10", 0),
+    ],
+)
+def test_steps_are_right_until_the_first_fault(answer, right):
+    assert right_steps("Start with 5.\nStep 1: add 7.\nStep 2: subtract 2.", answer) == right

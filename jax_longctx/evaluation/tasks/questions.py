@@ -6,7 +6,8 @@
      ["At sea", "On land"]}
 
 Files are documents as `ask` reads them, relative to the folder of the JSON lines. Questions over
-one text may follow in any order.
+one text may follow in any order. A prompt asks for an answer as short as it can be, or for the
+letter of a choice; a line's `instruction` says something else in place of that, and may be empty.
 
 Answers are compared after SQuAD's normalisation: lower case, without punctuation, articles and
 double spaces. The scores of a line depend on what it has:
@@ -42,7 +43,7 @@ from jax_longctx.evaluation.tasks.task import Sample, fixed
 from jax_longctx.text.documents import Joined, log, read_documents
 
 SOURCES = ("text", "file", "files")
-KEYS = ("question", *SOURCES, "answers", "pattern", "choices")
+KEYS = ("question", *SOURCES, "answers", "pattern", "choices", "instruction")
 MOST_CHOICES = 8
 # Several questions may name a file beside others; what was left out of it is told once.
 _note = functools.cache(log.warning)
@@ -132,7 +133,11 @@ class Questions(FileTask):
                     f"the answer {blank[0]!r} is punctuation or an article alone; give a pattern"
                 )
         # Not as the start of the answer: behind a chat template's header models end there.
-        query = asked(CHOICE if choices else QA, question, choices) + "\n\nAnswer:"
+        if "instruction" in entry:
+            (instruction,) = texts([entry["instruction"]], blank=True)
+            query = asked(instruction.strip(), question, choices)
+        else:
+            query = asked(CHOICE if choices else QA, question, choices) + "\n\nAnswer:"
         yield Record(context, query, outputs, metric, choices, 64, path.stem, "")
 
     def measures(self, answer: str, sample: Sample) -> dict[str, float]:

@@ -38,6 +38,9 @@ def test_texts_and_questions_are_those_of_the_lines(tmp_path):
     assert [sample.outputs for sample in samples[:3]] == [("Ann Lee", "Ann"), ("tw|on",), ("here",)]
     assert samples[0].query.endswith("\n\nWho came?\n\nAnswer:") and not samples[0].answer_prefix
     assert samples[2].query.endswith("\n\nWhere?\nA. here\nB. there\n\nAnswer:")
+    asked = [{**WHO, "instruction": said} for said in ("", "Think first.")]
+    _, samples = of_lines(tmp_path / "own.jsonl", *asked)
+    assert [each.query for each in samples] == ["\n\nWho came?", "\n\nThink first.\n\nWho came?"]
 
 
 def test_answers_are_compared_after_normalisation(tmp_path):
