@@ -8,7 +8,7 @@ other half, and it is never two ahead, for it waits for all others.
 
 An inbox has a region for each *place* of a program that calls. Calls of one place must depend on
 each other, so that all GPUs make them one after another. A step's calls are one chain: those of its
-products follow on each other, and those of attention are ordered by `Exchanges`.
+products follow on each other, and `contract.context.Exchanges` orders those of attention.
 
 On two H200s, in a loop that is a CUDA graph, a turn with a sum of 16 KB takes 12.4 us, with NCCL's
 19.5; with JAX's remote references and semaphores, before which XLA launches a barrier and a fill,
@@ -20,7 +20,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -141,56 +140,6 @@ def gather_over(
     else:
         every = found.run(x.reshape(-1), place, after=after)
     return every.reshape(-1, *x.shape)
-
-
-class Exchanges:
-    """Sums and gathers of a layer's attention, one after another, from the places that are left.
-
-    Kernels that do not wait for one another run side by side, on each GPU in an order of its own,
-    and one that waits for other GPUs holds up what they wait for: a program may then hang. So each
-    call waits for the one before it, the first for the layer's queries, and the layer's result
-    (`done`) for the last. What is made in a loop or branch within the attention cannot be waited
-    for outside: there XLA exchanges.
-
-    Args:
-      queries: that the first call waits for.
-      places: that these calls take.
-    """
-
-    def __init__(self, peers: AllPeers, queries: Array | None = None, places: Iterable[int] = ()):
-        self._peers, self._queries, self._places = peers, queries, iter(places)
-        self._last: Array | None = None
-        self._level, self._in_result = get_opaque_trace_state(), True
-
-    def sum(self, axes: tuple[str, ...], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """As `sum_over`."""
-        return self._next(functools.partial(sum_over, axes, x), in_result=False)
-
-    def gather(
-        self, axis: str, x: Shaped[Array, "..."], *, in_result: bool = False
-    ) -> Shaped[Array, "S ..."]:
-        """As `gather_over`.
-
-        Args:
-          in_result: whether `x` is made of the queries, and the layer's result of what is gathered.
-        """
-        return self._next(functools.partial(gather_over, axis, x), in_result)
-
-    def done(self, result: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The layer's result, which waits for the last call; NaN where that call's begins so."""
-        if not self._peers or self._last is None or self._in_result:
-            return result
-        # XLA cannot know that no number is NaN.
-        last = self._last.reshape(-1)[0].astype(result.dtype)
-        return jnp.where(jnp.isnan(last), last, result)
-
-    def _next(self, exchange: Any, in_result: bool) -> Array:
-        if get_opaque_trace_state() != self._level:
-            return exchange(self._peers, None)
-        after = self._last if self._last is not None or in_result else self._queries
-        made = exchange(self._peers, next(self._places, None), after)
-        self._last, self._in_result = made, in_result
-        return made
 
 
 def _taking(axes: tuple[str, ...], x: Any, peers: AllPeers, place: int | None) -> Any:

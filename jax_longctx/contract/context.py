@@ -20,20 +20,21 @@ outside of this module knows the layout. `SlotLayout` has what is done to whole 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax.extend.core import get_opaque_trace_state
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.contract.merging import Attended, by_gather, by_sum, merge_cost
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.settings import Reading
 from pallas_kernels.common import Scale
 from pallas_kernels.dispatch import platform
-from pallas_kernels.peers import Exchanges
+from pallas_kernels.peers import AllPeers, gather_over, sum_over
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
@@ -195,6 +196,56 @@ class OwnSlots:
         apart = x.reshape(*x.shape[:axis], -1, self.shards, self.stripe, *x.shape[axis + 1 :])
         mine = jax.lax.dynamic_index_in_dim(apart, self.shard, axis + 1, keepdims=False)
         return mine.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+class Exchanges:
+    """Sums and gathers of a layer's attention, one after another, from the places that are left.
+
+    Kernels that do not wait for one another run side by side, on each GPU in an order of its own,
+    and one that waits for other GPUs holds up what they wait for: a program may then hang. So each
+    call waits for the one before it, the first for the layer's queries, and the layer's result
+    (`done`) for the last. What is made in a loop or branch within the attention cannot be waited
+    for outside: there XLA exchanges.
+
+    Args:
+      queries: that the first call waits for.
+      places: that these calls take.
+    """
+
+    def __init__(self, peers: AllPeers, queries: Array | None = None, places: Iterable[int] = ()):
+        self._peers, self._queries, self._places = peers, queries, iter(places)
+        self._last: Array | None = None
+        self._level, self._in_result = get_opaque_trace_state(), True
+
+    def sum(self, axes: tuple[str, ...], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """As `sum_over`."""
+        return self._next(functools.partial(sum_over, axes, x), in_result=False)
+
+    def gather(
+        self, axis: str, x: Shaped[Array, "..."], *, in_result: bool = False
+    ) -> Shaped[Array, "S ..."]:
+        """As `gather_over`.
+
+        Args:
+          in_result: whether `x` is made of the queries, and the layer's result of what is gathered.
+        """
+        return self._next(functools.partial(gather_over, axis, x), in_result)
+
+    def done(self, result: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The layer's result, which waits for the last call; NaN where that call's begins so."""
+        if not self._peers or self._last is None or self._in_result:
+            return result
+        # XLA cannot know that no number is NaN.
+        last = self._last.reshape(-1)[0].astype(result.dtype)
+        return jnp.where(jnp.isnan(last), last, result)
+
+    def _next(self, exchange: Any, in_result: bool) -> Array:
+        if get_opaque_trace_state() != self._level:
+            return exchange(self._peers, None)
+        after = self._last if self._last is not None or in_result else self._queries
+        made = exchange(self._peers, next(self._places, None), after)
+        self._last, self._in_result = made, in_result
+        return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

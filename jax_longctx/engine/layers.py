@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.contract import PLACES, QKV, WEIGHT_PLACES, Segment
+from jax_longctx.contract import PLACES, QKV, WEIGHT_PLACES, Exchanges, Segment
 from jax_longctx.contract.merging import with_sinks
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
@@ -48,7 +48,7 @@ from jax_longctx.sharding import (
     tree_specs,
     weight_spec,
 )
-from pallas_kernels.peers import AllPeers, Exchanges
+from pallas_kernels.peers import AllPeers
 from pallas_kernels.plane import Plane, is_plane, put, written
 from pallas_kernels.quantised_matrix import floats_of
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jax_longctx.contract import context
 from jax_longctx.sharding import make_mesh
 from pallas_kernels import peers
 from pallas_kernels.peers import gather_over, row_matmul_over, sum_over
@@ -101,10 +102,10 @@ def test_exchanges_of_a_layer_wait_for_one_another(monkeypatch):
         made.append((place, after))
         return x + 1
 
-    monkeypatch.setattr(peers, "sum_over", sum_over)
+    monkeypatch.setattr(context, "sum_over", sum_over)
     queries = jnp.zeros(4)
     some = peers.Peers(AXES, jnp.zeros(4, jnp.int32), jnp.zeros((3, 2), jnp.int32), 512)
-    exchanges = peers.Exchanges({AXES: some}, queries, range(3, 9))
+    exchanges = context.Exchanges({AXES: some}, queries, range(3, 9))
     assert exchanges.done(queries) is queries
     first = exchanges.sum(AXES, queries)
     # Outside of a branch nothing waits for what is made there.
