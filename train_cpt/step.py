@@ -309,7 +309,7 @@ def _joined(layers: Sequence[Layer], remat: Remat) -> Any:
     saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
     states = [*map(nnx.state, layers)]
 
-    def loop(run: Any, x_BTD: Array) -> Array:
+    def through(run: Any, x_BTD: Array) -> Array:
         if dispatch.platform() == "gpu":
             return functools.reduce(lambda x_BTD, state: run(x_BTD, state)[0], states, x_BTD)
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *states)
@@ -319,7 +319,7 @@ def _joined(layers: Sequence[Layer], remat: Remat) -> Any:
         def run(x_BTD: Array, state: Any) -> tuple[Array, None]:
             return nnx.merge(graph, state)(x_BTD, cache, attend)[0], None
 
-        return loop(jax.checkpoint(run, policy=saved), x_BTD), cache
+        return through(jax.checkpoint(run, policy=saved), x_BTD), cache
 
     return call
 

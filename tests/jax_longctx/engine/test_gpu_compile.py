@@ -187,7 +187,7 @@ def test_a_step_on_several_gpus_exchanges_few_numbers_in_kernels(methods):
     for method, (step,) in compiled(methods).items():
         check_copies(method, [step])
         (number,), (exchanged,) = step["kernels"], step["collectives"]
-        # A GPU runs these in an order of its own, and the others wait for it forever.
+        # Such run in an order of each GPU's own, while the others wait for them.
         assert step["side by side"] == [[]]
         steps[method] = number, step["temporaries"], exchanged
     assert steps == methods
